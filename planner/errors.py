@@ -1,0 +1,29 @@
+"""Every error that planning raises on purpose. Each message says what, where, the numbers and what to do."""
+
+
+class PlannerError(Exception):
+    """Base of all errors below: catch this to catch them all."""
+
+
+class GraphError(PlannerError):
+    """A graph that contradicts itself: the message names the op or value and the contradiction."""
+
+
+class PlanError(PlannerError):
+    """A plan that cannot be carried out on its graph; a bug in the strategy that made it."""
+
+
+class FileFormatError(PlannerError):
+    """A file that is truncated, foreign, of another schema version, or made for another graph."""
+
+
+class NoPlan(PlannerError):  # noqa: N818 - an answer, not a fault
+    """Raised by a strategy that has no plan at all to offer; carries the reason."""
+
+
+class StrategyError(PlannerError):
+    """A strategy name, option or plug-in that cannot be used."""
+
+
+class BudgetError(PlannerError):
+    """A budget that cannot be read, or that no schedule can mean."""
