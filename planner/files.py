@@ -97,9 +97,7 @@ def load(path: str | Path, *, kind: str, schema: int, cls: type[T]) -> T:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FileFormatError(
-            f"{path}: not a whole JSON file ({error}); was it cut off? Save it again"
-        ) from None
+        raise FileFormatError(f"{path}: not a whole JSON file ({error}); was it cut off? Save it again") from None
     if not isinstance(document, dict) or document.get("format") != f"recompute-planner {kind}":
         raise FileFormatError(f"{path}: not a {kind} file of this project")
     found = document.get("schema")

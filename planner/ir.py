@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar, cast
 
 from planner import files
 from planner.errors import FileFormatError, GraphError
 
 GRAPH_SCHEMA = 1
+T = TypeVar("T")
 
 
 class Phase(Enum):
@@ -101,7 +105,7 @@ class Op:
     """One operation at one place of the step's execution order.
 
     `mutates` are the inputs it writes to. `overwritable` are the inputs whose memory an in-place form of it
-    could write its first output to, wherever the schedule finds them dead (see `planner.plan.lower`).
+    could write its only output to, wherever the schedule finds them dead (see `planner.plan.lower`).
     `rng_state` is the storage that holds the saved generator state of a REPLAY_RNG op.
     """
 
@@ -127,8 +131,9 @@ class Op:
 class Liveness:
     """When a storage is made and used, in ids of ops; None where there is no such use.
 
-    `idle_after` and `idle_until` bound the gap that an eviction would use: the last use before the backward
-    first needs the storage, and that first need. `inactive_us` is the run time between them.
+    `idle_after` and `idle_until` bound the gap that an eviction would use: the last use before the first
+    backward op that follows its making, and the next use. None for what is not made in the forward, or not
+    used again after that turn. `inactive_us` is the run time between them.
     """
 
     storage: int
@@ -145,7 +150,7 @@ class Liveness:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A whole training step. Call `validate()` wherever one enters; everything else assumes that it passed."""
+    """A whole training step. Call `validate()` wherever one enters; all else assumes that it passed."""
 
     name: str
     ops: tuple[Op, ...]
@@ -157,7 +162,7 @@ class Graph:
     # -- checks ---------------------------------------------------------------------------------------------
 
     def validate(self) -> Graph:
-        """Return the graph itself, or raise GraphError naming the first op, value or storage that is wrong."""
+        """Return the graph itself, or raise GraphError naming the first op or value that is wrong."""
         _Validator(self).run()
         return self
 
@@ -190,8 +195,7 @@ class Graph:
     def makes(self) -> tuple[tuple[int, ...], ...]:
         """Per op: the storages that it allocates; empty for views and in-place ops."""
         return tuple(
-            tuple(self.values[v].storage for v in op.outputs if self.values[v].base is None)
-            for op in self.ops
+            tuple(self.values[v].storage for v in op.outputs if self.values[v].base is None) for op in self.ops
         )
 
     @cached_property
@@ -202,6 +206,14 @@ class Graph:
             for storage in dict.fromkeys(self.values[v].storage for v in op.mutates):
                 writers[storage].append(op.id)
         return tuple(map(tuple, writers))
+
+    @cached_property
+    def values_in(self) -> tuple[tuple[int, ...], ...]:
+        """Per storage: the values that lie in it."""
+        values: list[list[int]] = [[] for _ in self.storages]
+        for value in self.values:
+            values[value.storage].append(value.id)
+        return tuple(map(tuple, values))
 
     @cached_property
     def held_storages(self) -> frozenset[int]:
@@ -234,12 +246,7 @@ class Graph:
         uses, made = self.readers[storage], self.maker[storage]
         forward = [u for u in uses if self.ops[u].phase is Phase.FORWARD]
         backward = [u for u in uses if self.ops[u].phase is Phase.BACKWARD]
-        idle_until = next(
-            (u for u in backward if made is None or self.ops[made].phase is Phase.FORWARD), None
-        )
-        # A storage nobody reads before the backward idles from the moment it is made.
-        before = [u for u in uses if idle_until is not None and u < idle_until]
-        idle_after = (before[-1] if before else made) if idle_until is not None else None
+        idle_after, idle_until = self._idle_gap(storage)
         inactive = 0.0
         if idle_after is not None and idle_until is not None:
             inactive = self.elapsed_us[idle_until] - self.elapsed_us[idle_after + 1]
@@ -255,6 +262,31 @@ class Graph:
             idle_until=idle_until,
             inactive_us=max(inactive, 0.0),
         )
+
+    def _idle_gap(self, storage: int) -> tuple[int | None, int | None]:
+        made = self.maker[storage]
+        if made is None or self.ops[made].phase is not Phase.FORWARD:
+            return None, None
+        first = bisect_left(self._backward_ops, made)
+        if first == len(self._backward_ops):
+            return None, None
+        turn, uses = self._backward_ops[first], self.readers[storage]
+        split = bisect_left(uses, turn)
+        if split == len(uses):
+            return None, None
+        # A storage nobody reads before the backward idles from the moment it is made.
+        return (uses[split - 1] if split else made), uses[split]
+
+    @cached_property
+    def _backward_ops(self) -> tuple[int, ...]:
+        return tuple(op.id for op in self.ops if op.phase is Phase.BACKWARD)
+
+    def derived(self, analysis: Callable[[Graph], T]) -> T:
+        """`analysis(self)`, computed once: a graph never changes."""
+        known: dict[Callable[[Graph], object], object] = self.__dict__.setdefault("_derived", {})
+        if analysis not in known:
+            known[analysis] = analysis(self)
+        return cast(T, known[analysis])
 
     @cached_property
     def storage_names(self) -> tuple[str, ...]:
@@ -272,8 +304,18 @@ class Graph:
         """A digest of structure, shapes and dtypes, never of times: what a saved plan must match."""
         rows = [
             [
-                [o.name, o.target, o.phase.value, o.round, o.inputs, o.outputs, o.mutates, o.overwritable]
-                + [o.rerun.value, o.rng_state]
+                (
+                    o.name,
+                    o.target,
+                    o.phase.value,
+                    o.round,
+                    o.inputs,
+                    o.outputs,
+                    o.mutates,
+                    o.overwritable,
+                    o.rerun.value,
+                    o.rng_state,
+                )
                 for o in self.ops
             ],
             [[v.storage, v.producer, v.base, v.shape, v.dtype] for v in self.values],
@@ -322,7 +364,11 @@ class _Validator:
                 raise GraphError(f"graph output {self._name(value)} is never computed")
 
     def _check_ids(self) -> None:
-        kinds = (("op", self.graph.ops), ("value", self.graph.values), ("storage", self.graph.storages))
+        kinds: tuple[tuple[str, Sequence[Op | Value | Storage]], ...] = (
+            ("op", self.graph.ops),
+            ("value", self.graph.values),
+            ("storage", self.graph.storages),
+        )
         for kind, records in kinds:
             seen: set[int] = set()
             for position, record in enumerate(records):
@@ -348,9 +394,7 @@ class _Validator:
                 raise GraphError(f"{who} is made by op {value.producer}, which does not exist")
             if value.producer is not None and value.id not in graph.ops[value.producer].outputs:
                 maker = graph.ops[value.producer].name
-                raise GraphError(
-                    f"{who} names op {maker!r} as its producer, which does not list it as output"
-                )
+                raise GraphError(f"{who} names op {maker!r} as its producer, which does not list it as output")
             if value.base is not None and not 0 <= value.base < len(graph.values):
                 raise GraphError(f"{who} is a view of value {value.base}, which does not exist")
             if value.base is not None and graph.values[value.base].storage != value.storage:
@@ -391,9 +435,7 @@ class _Validator:
         if value_id in self.defined:
             raise GraphError(f"op {op.name!r} defines {value.name!r} a second time")
         if value.base is not None and value.base not in self.defined:
-            raise GraphError(
-                f"op {op.name!r} makes a view of {self._name(value.base)}, which is not there yet"
-            )
+            raise GraphError(f"op {op.name!r} makes a view of {self._name(value.base)}, which is not there yet")
         if value.base is not None and value.base not in (*op.inputs, *op.outputs):
             raise GraphError(f"op {op.name!r} makes a view of {self._name(value.base)} without reading it")
         if value.base is None and value.storage in self.allocated:
@@ -412,15 +454,11 @@ class _Validator:
                 f"op {op.name!r} mutates {self._name(op.mutates[0])}, so it cannot be rerun {op.rerun.value}"
             )
         if (op.rng_state is not None) != (op.rerun is Rerun.REPLAY_RNG):
-            raise GraphError(
-                f"op {op.name!r}: a saved generator state goes with rerun=replay_rng, and only with it"
-            )
+            raise GraphError(f"op {op.name!r}: a saved generator state goes with rerun=replay_rng, and only with it")
         if op.rng_state is None:
             return
         if not 0 <= op.rng_state < len(self.graph.storages):
-            raise GraphError(
-                f"op {op.name!r} saves its generator in storage {op.rng_state}, which does not exist"
-            )
+            raise GraphError(f"op {op.name!r} saves its generator in storage {op.rng_state}, which does not exist")
         if op.rng_state in self.allocated:
             raise GraphError(f"op {op.name!r} saves its generator in storage {op.rng_state}, which is taken")
         self.allocated.add(op.rng_state)
