@@ -1,0 +1,125 @@
+"""Why each storage was kept or dropped, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from planner.ir import Graph, Role
+from planner.plan import Plan, Run, RunKind, Schedule, candidates, cannot_drop, rerun_reads, temporaries
+from planner.units import human_bytes
+
+
+class Choice(Enum):
+    """What becomes of a storage."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    NOT_A_CHOICE = "not a choice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One storage: what was decided, and the numbers behind it.
+
+    `recompute_us` is what bringing it back costs from what the plan keeps. `live` are the spans of ops (from
+    the one that makes it to the last that uses it) in which it is resident.
+    """
+
+    storage: int
+    name: str
+    role: Role
+    choice: Choice
+    nbytes: int
+    recompute_us: float | None
+    live: tuple[tuple[str, str], ...]
+    reason: str
+
+
+def explain(graph: Graph, plan: Plan, schedule: Schedule) -> tuple[Decision, ...]:
+    """A reason for every storage, in id order."""
+    return tuple(_Explainer(graph, plan, schedule).all())
+
+
+class _Explainer:
+    def __init__(self, graph: Graph, plan: Plan, schedule: Schedule) -> None:
+        self.graph = graph
+        self.evicted = {e.storage for e in plan.evictions}
+        self.candidates = set(candidates(graph))
+        self.temporaries = set(temporaries(graph))
+        self.spans = residency(graph, schedule)
+
+    def all(self) -> Iterable[Decision]:
+        for storage in self.graph.storages:
+            yield self._decision(storage.id)
+
+    def _decision(self, storage: int) -> Decision:
+        record, choice = self.graph.storages[storage], self._choice(storage)
+        cost = self._cost(storage) if choice is not Choice.NOT_A_CHOICE else None
+        ops = self.graph.ops
+        return Decision(
+            storage=storage,
+            name=self.graph.storage_names[storage],
+            role=record.role,
+            choice=choice,
+            nbytes=record.nbytes,
+            recompute_us=cost,
+            live=tuple((ops[first].name, ops[last].name) for first, last in self.spans.get(storage, ())),
+            reason=self._words(storage, choice, cost),
+        )
+
+    def _choice(self, storage: int) -> Choice:
+        if storage in self.evicted and storage in self.candidates:
+            return Choice.RECOMPUTE
+        return Choice.KEEP if storage in self.candidates else Choice.NOT_A_CHOICE
+
+    def _cost(self, storage: int) -> float:
+        """Run time of the ops that make `storage` from inputs and from what the plan keeps."""
+        graph, chain = self.graph, set[int]()
+        wanted = [graph.maker[storage]]
+        while wanted:
+            op_id = wanted.pop()
+            if op_id is None or op_id in chain:
+                continue
+            chain.add(op_id)
+            sources = (graph.values[v].storage for v in rerun_reads(graph.ops[op_id]))
+            wanted.extend(graph.maker[s] for s in sources if s in self.evicted)
+        return sum(graph.ops[op].time_us for op in chain)
+
+    def _words(self, storage: int, choice: Choice, cost: float | None) -> str:
+        graph = self.graph
+        size, live = human_bytes(graph.storages[storage].nbytes), graph.liveness[storage]
+        if choice is Choice.NOT_A_CHOICE:
+            if storage in self.temporaries:
+                return "the backward never reads it"
+            return cannot_drop(graph, storage) or "its inputs change before it could be recomputed, or it never idles"
+        assert live.idle_after is not None
+        assert live.idle_until is not None
+        idle = f"idle from {graph.ops[live.idle_after].name} to {graph.ops[live.idle_until].name}"
+        verb = "dropped" if choice is Choice.RECOMPUTE else "kept"
+        return f"{verb}: {size} {idle}, {cost:.0f} µs to recompute"
+
+
+def residency(graph: Graph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
+    """Per storage made by the step: the spans in which it is resident, as (op that ran first, op that ran last)."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    since: dict[int, int] = {}
+    current = 0
+    for step in schedule.steps:
+        if isinstance(step, Run):
+            current = step.op
+            gone = [step.into] if step.into is not None else []
+            op = graph.ops[step.op]
+            new = [*graph.makes[step.op]]
+            if step.kind is RunKind.ORIGINAL_SAVING_RNG and op.rng_state is not None:
+                new.append(op.rng_state)
+            for storage in new:
+                since.setdefault(storage, current)
+        else:
+            gone = [step.storage]
+        for storage in gone:
+            spans.setdefault(storage, []).append((since.pop(storage), current))
+    for storage, first in since.items():
+        spans.setdefault(storage, []).append((first, current))
+    return spans

@@ -1,0 +1,39 @@
+"""Bytes as people write them, and budgets as they state them."""
+
+from __future__ import annotations
+
+import re
+
+from planner.errors import BudgetError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%|[a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_budget(budget: str | int, *, start_bytes: int, peak_bytes: int) -> int:
+    """Bytes of total peak. `"p%"` means start + p% of what the unplanned step adds to it."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, str)):
+        raise BudgetError(f"budget {budget!r}: give bytes as a whole number, or text such as '4GiB' or '60%'")
+    match = _BUDGET.fullmatch(str(budget))
+    unit = match[2].lower() if match else ""
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise BudgetError(f"budget {budget!r}: give bytes ('4000000', '4GiB', '900MB') or a share of the step ('60%')")
+    number = float(match[1])
+    if number == 0:
+        raise BudgetError(
+            f"budget {budget!r}: nothing runs in no memory; the step starts at {human_bytes(start_bytes)}"
+        )
+    if unit != "%":
+        return int(number * _UNITS[unit])
+    return start_bytes + int(number / 100 * (peak_bytes - start_bytes))
+
+
+def human_bytes(nbytes: int) -> str:
+    """Bytes as people write them: '0.97 GiB'."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,121 @@
+"""`sqrtn`: segments. Keep what crosses a few cuts of the forward, recompute each segment as a whole.
+
+Chen, Xu, Zhang, Guestrin: "Training Deep Nets with Sublinear Memory Cost", 2016. With n equal layers and k
+segments memory is about n/k + k layers, least at k = √n. Real layers are not equal, so cuts are placed where
+the activation bytes divide evenly and few bytes cross, and k is searched around √n.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+from planner.ir import Graph, Phase
+from planner.plan import Plan, candidates, idle_after, recompute_once, temporaries
+from planner.simulator import Timeline
+from planner.solve import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqrtN:
+    """`segments` fixes k; without it k is searched. `snap` moves a cut to where the fewest bytes cross nearby."""
+
+    name: ClassVar[str] = "sqrtn"
+    segments: int | None = None
+    snap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.segments is not None and self.segments < 1:
+            raise ValueError(f"segments={self.segments}: there must be at least one")
+
+    def plan(self, problem: Problem) -> Plan:
+        if problem.unplanned.peak_bytes <= problem.budget_bytes:
+            return Plan()
+        forward = _Forward(problem.graph)
+        counts = [self.segments] if self.segments is not None else forward.counts_around_sqrt()
+        plans = dict.fromkeys(forward.plan(k, snap=self.snap) for k in counts)
+        return min(plans, key=lambda plan: _preference(problem.timeline(plan), problem.budget_bytes))
+
+
+def _preference(timeline: Timeline, budget_bytes: int) -> tuple[bool, float, int]:
+    """Plans that fit come first, the cheapest of them leading; then the others by their peak."""
+    over = timeline.peak_bytes > budget_bytes
+    return over, timeline.peak_bytes if over else timeline.recompute_us, timeline.peak_bytes
+
+
+class _Forward:
+    """The forward of every round, and the segments into which a number of cuts divides them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        rounds = sorted({op.round for op in graph.ops if op.phase is Phase.FORWARD})
+        self.rounds = [_Round(graph, r) for r in rounds]
+
+    def counts_around_sqrt(self) -> list[int]:
+        """Numbers of segments worth trying: every one up to 2√n, then ever wider steps up to n."""
+        n = max((len(r.activations) for r in self.rounds), default=0)
+        root = max(2, math.isqrt(n))
+        wide = (round(2 * root * 1.3**i) for i in range(1, 12))
+        return [*range(1, 2 * root + 1), *(k for k in wide if k < n)]
+
+    def plan(self, segments: int, *, snap: bool) -> Plan:
+        """Keep what crosses a cut, and each round's last segment, whose backward comes first; drop the rest."""
+        kept = {s for r in self.rounds for s in r.kept(r.cuts(segments, snap=snap))}
+        return recompute_once(self.graph, [s for s in candidates(self.graph) if s not in kept], kept=kept)
+
+
+class _Round:
+    """One round's forward as a line of positions, with what crosses each of them."""
+
+    def __init__(self, graph: Graph, number: int) -> None:
+        self.graph = graph
+        ops = [op.id for op in graph.ops if op.phase is Phase.FORWARD and op.round == number]
+        self.position = {op: i for i, op in enumerate(ops)}
+        self.activations = [s for s in candidates(graph) if graph.maker[s] in self.position]
+        self.spans = [
+            self._span(s) for s in (*self.activations, *temporaries(graph)) if graph.maker[s] in self.position
+        ]
+        self.crossing = self._crossing()
+        self.saved = self._saved()
+
+    def _span(self, storage: int) -> tuple[int, int, int]:
+        """(storage, position that makes it, position of its last reader in the round before it idles)."""
+        made = self.position[self.graph.maker[storage] or 0]
+        return storage, made, self.position.get(idle_after(self.graph, storage), made)
+
+    def _crossing(self) -> list[int]:
+        """Per position: bytes that later forward ops still read after the op there has run."""
+        change = [0] * (len(self.position) + 1)
+        for storage, first, last in self.spans:
+            change[first] += self.graph.storages[storage].nbytes
+            change[last] -= self.graph.storages[storage].nbytes
+        return list(accumulate(change[:-1]))
+
+    def _saved(self) -> list[int]:
+        """Per position: activation bytes made up to and including it."""
+        made_at = [0] * len(self.position)
+        for storage in self.activations:
+            made_at[self.position[self.graph.maker[storage] or 0]] += self.graph.storages[storage].nbytes
+        return list(accumulate(made_at))
+
+    def cuts(self, segments: int, *, snap: bool) -> tuple[int, ...]:
+        """At most `segments - 1` positions that divide the activation bytes evenly."""
+        total = self.saved[-1] if self.saved else 0
+        places = (bisect_left(self.saved, total * i / segments) for i in range(1, segments))
+        half = max(1, len(self.position) // (2 * segments))
+        return tuple(sorted({self._cheapest_near(p, half) if snap else p for p in places}))
+
+    def _cheapest_near(self, position: int, half: int) -> int:
+        low, high = max(0, position - half), min(len(self.position), position + half + 1)
+        return min(range(low, high), key=lambda p: (self.crossing[p], abs(p - position)))
+
+    def kept(self, cuts: tuple[int, ...]) -> list[int]:
+        return [s for s, made, last in self.spans if _crosses(cuts, made, last)]
+
+
+def _crosses(cuts: tuple[int, ...], made: int, last: int) -> bool:
+    following = bisect_left(cuts, made)
+    return following == len(cuts) or cuts[following] < last
