@@ -368,9 +368,12 @@ class _Lowering:
     def walk(self) -> None:
         graph, available, last_use = self.graph, self.available, self.last_use
         reads, makes, runs = graph.reads, graph.makes, self.runs
+        is_available = available.__getitem__
         for op in graph.ops:
             t = op.id
-            restored = self._restore(op)
+            restored: list[int] = []
+            if t in self.restore_before or not all(map(is_available, op.inputs)):
+                restored = self._restore(op)
             step = len(runs)
             runs.append(t)
             for storage in reads[t]:
@@ -382,9 +385,10 @@ class _Lowering:
             for storage in restored:
                 if self.evicted[storage]:
                     self._close(storage)
-            for storage in self.free_after.get(t, ()):
-                self._close(storage)
-                self.evicted[storage] = 1
+            if t in self.free_after:
+                for storage in self.free_after[t]:
+                    self._close(storage)
+                    self.evicted[storage] = 1
         for storage, step in enumerate(last_use):
             if step >= 0 and storage not in graph.held_storages:
                 self._close(storage)
@@ -485,7 +489,8 @@ class _Lowering:
                 steps.append(Run(op_id, into, RunKind.ORIGINAL_SAVING_RNG))
             else:
                 steps.append(_run(op_id) if into is None else Run(op_id, into))
-            steps.extend(_free(storage) for storage in sorted(dying) if storage != into)
+            if dying:
+                steps.extend([_free(storage) for storage in sorted(dying) if storage != into])
         return steps
 
 

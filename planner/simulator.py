@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.errors import PlanError
-from planner.ir import Graph, Role
+from planner.ir import Graph, Op, Role
 from planner.plan import Free, Run, RunKind, Schedule, rerun_reads
 
 
@@ -94,9 +94,10 @@ class _Walk:
         graph, resident, nbytes = self.graph, self.resident, self.nbytes
         op = graph.ops[run.op]
         again = run.kind is RunKind.RERUN
-        for storage in self._needs(run):
-            if not resident[storage]:
-                raise PlanError(f"schedule runs {op.name!r} while {graph.storage_names[storage]!r} is not resident")
+        needs = self._rerun_needs(op) if again else graph.reads[run.op]
+        if not all(map(resident.__getitem__, needs)):
+            lost = next(graph.storage_names[s] for s in needs if not resident[s])
+            raise PlanError(f"schedule runs {op.name!r} while {lost!r} is not resident")
         if again:
             self.recompute_us += op.time_us
             self.reruns += 1
@@ -117,10 +118,8 @@ class _Walk:
         self.transient_bytes = transient
         return self.live_bytes + transient
 
-    def _needs(self, run: Run) -> tuple[int, ...]:
-        if run.kind is not RunKind.RERUN:
-            return self.graph.reads[run.op]
-        op, values = self.graph.ops[run.op], self.graph.values
+    def _rerun_needs(self, op: Op) -> tuple[int, ...]:
+        values = self.graph.values
         state = () if op.rng_state is None else (op.rng_state,)
         return (*(values[v].storage for v in rerun_reads(op)), *state)
 

@@ -1,0 +1,41 @@
+"""Rows to tables and figures. Nothing here measures or decides; matplotlib is imported where it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from planner.solve import COLUMNS, Row, Status, cells
+
+console = Console()
+if not console.is_terminal:
+    console = Console(width=150)  # a file or a pipe has no width of its own
+_COLORS = {Status.FITS: "green", Status.OVER_BUDGET: "yellow", Status.NO_PLAN: "red"}
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "") -> None:
+    """A table for people; numbers stand on the right."""
+    shown = Table(title=title, caption=caption or None, caption_justify="left", title_justify="left")
+    for i, column in enumerate(columns):
+        numeric = all(_is_number(row[i]) for row in rows)
+        shown.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell[:1].isdigit() or cell[:2].lstrip("+-")[:1].isdigit()
+
+
+def print_comparison(rows: Sequence[Row], *, title: str, caption: str = "") -> None:
+    """The comparison of strategies at several budgets on one graph, one row each."""
+    status = COLUMNS.index("status")
+    colored = []
+    for row in rows:
+        line = list(cells(row))
+        line[status] = f"[{_COLORS[row.solution.status]}]{line[status]}[/]"
+        colored.append(line[1:])  # the title names the graph
+    print_table(title, COLUMNS[1:], colored, caption=caption)
