@@ -52,7 +52,7 @@ def decode(hint: Any, data: Any, where: str) -> Any:
 def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
     if hint is float and type(data) in (int, float) and math.isfinite(data):
         return float(data)
-    if type(data) is hint:
+    if type(data) is hint and hint is not float:
         return data
     raise FileFormatError(f"{where}: expected {hint.__name__}, found {data!r:.60}")
 

@@ -7,7 +7,7 @@ A *stage* is an op of the original order together with the reruns placed just be
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,10 +42,12 @@ class _Span:
 class Incremental:
     """The set of dropped storages, with the exact peak and recompute time that it means.
 
-    It starts with the temporaries of the forward dropped and every activation kept.
+    It starts with the temporaries of the forward dropped (but for those in `kept`) and every activation kept.
     """
 
-    def __init__(self, graph: Graph, dropped: Iterable[int] = (), *, in_place: bool = True) -> None:
+    def __init__(
+        self, graph: Graph, dropped: Iterable[int] = (), *, kept: Collection[int] = (), in_place: bool = True
+    ) -> None:
         self.graph = graph
         self.in_place = in_place
         self._nbytes = [storage.nbytes for storage in graph.storages]
@@ -55,7 +57,7 @@ class Incremental:
         self._peak: tuple[int, int] | None = None
         self._carried = np.full(len(graph.ops) + 1, graph.start_bytes, dtype=np.int64)
         self._local = np.zeros(len(graph.ops), dtype=np.int64)
-        for storage in (*temporaries(graph), *dropped):
+        for storage in (*(t for t in temporaries(graph) if t not in kept), *dropped):
             self._dropped[storage] = 1
         self._start_over()
 
@@ -154,8 +156,13 @@ class Incremental:
         self._stage[op] = new
 
     def _wanted_stage(self, op: int) -> int:
-        lost = (v for v in self.graph.ops[op].outputs if self._dropped[self._storage[v]])
+        lost = (v for v in self.graph.ops[op].outputs if self._lost(v, op))
         return min((self._need(v) for v in lost), default=NEVER_STAGE)
+
+    def _lost(self, value: int, maker: int) -> bool:
+        """Whether `value` goes with its storage: a view made after the eviction is made in the clone."""
+        storage = self._storage[value]
+        return bool(self._dropped[storage]) and maker <= self._freed_after[storage]
 
     def _need(self, value: int) -> int:
         """The first stage after its storage is freed that reads `value`: a direct reader, or a rerun."""

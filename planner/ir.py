@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -361,7 +362,7 @@ class _Validator:
             self._check_op(op)
         for value in self.graph.outputs:
             if value not in self.defined:
-                raise GraphError(f"graph output {self._name(value)} is never computed")
+                raise GraphError(f"the graph's output {value} is no value of it")
 
     def _check_ids(self) -> None:
         kinds: tuple[tuple[str, Sequence[Op | Value | Storage]], ...] = (
@@ -382,7 +383,8 @@ class _Validator:
     def _check_storages(self) -> None:
         for storage in self.graph.storages:
             if storage.nbytes < 0:
-                raise GraphError(f"storage {storage.id} has a negative size: {storage.nbytes} bytes")
+                of = next((f" (of {v.name!r})" for v in self.graph.values if v.storage == storage.id), "")
+                raise GraphError(f"storage {storage.id}{of} has a negative size: {storage.nbytes} bytes")
 
     def _check_values(self) -> None:
         graph = self.graph
@@ -421,7 +423,7 @@ class _Validator:
         self._check_rerun(op)
 
     def _check_numbers(self, op: Op) -> None:
-        if not op.time_us >= 0:
+        if not 0 <= op.time_us < math.inf:
             raise GraphError(f"op {op.name!r} has a negative or undefined time: {op.time_us} µs")
         if op.workspace_bytes < 0:
             raise GraphError(f"op {op.name!r} has a negative workspace: {op.workspace_bytes} bytes")

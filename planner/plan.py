@@ -74,7 +74,10 @@ class Plan:
                 f"{graph.name!r} ({graph.fingerprint[:12]}): model, batch shape, dtype or optimizer differ; "
                 "plan again for this graph"
             )
-        check_plan(graph, saved.plan)
+        try:
+            check_plan(graph, saved.plan)
+        except PlanError as error:
+            raise FileFormatError(f"{path}: {error}") from None
         return saved.plan
 
 
@@ -137,14 +140,18 @@ def _step_text(graph: Graph, step: Step) -> str:
 def cannot_drop(graph: Graph, storage: int) -> str | None:
     """Why a storage can never be evicted, or None if it can."""
     made = graph.maker[storage]
+    if made is None and storage not in graph.held_storages:
+        return "it is a generator state, saved only where a rerun needs it"
     if made is None:
         return "it is live before the step"
     if storage in graph.held_storages:
         return "it outlives the step"
     if graph.writers[storage]:
         return f"op {graph.ops[graph.writers[storage][0]].name!r} writes to it after it was made"
-    if graph.ops[made].rerun is Rerun.NEVER:
-        return f"op {graph.ops[made].name!r} may never be rerun: {graph.ops[made].never_reason}"
+    for v in graph.values_in[storage]:  # a view that cannot be derived again ties its storage down as well
+        op = graph.ops[graph.values[v].producer or 0]
+        if op.rerun is Rerun.NEVER:
+            return f"op {op.name!r} may never be rerun: {op.never_reason}"
     return None
 
 
@@ -215,7 +222,8 @@ def rerun_stages(graph: Graph, dropped: Collection[int]) -> list[int]:
     need = [NEVER_STAGE] * len(graph.values)
     stages = [NEVER_STAGE] * len(graph.ops)
     for op in reversed(graph.ops):
-        lost = [v for v in op.outputs if graph.values[v].storage in freed]
+        # A view made after the eviction, in the backward, is made in the clone: it was never lost.
+        lost = [v for v in op.outputs if op.id <= freed.get(graph.values[v].storage, -1)]
         stage = min((need[v] for v in lost), default=NEVER_STAGE)
         stages[op.id] = stage
         for v in op.inputs:
@@ -531,8 +539,8 @@ def _csv_rows(graph: Graph, plan: Plan) -> Iterable[list[object]]:
         evictions.setdefault(eviction.storage, []).append(eviction)
     for storage in graph.storages:
         made = graph.maker[storage.id]
-        if storage.role is not Role.ACTIVATION or made is None:
-            continue
+        if storage.role is not Role.ACTIVATION or made is None or graph.liveness[storage.id].idle_until is None:
+            continue  # what the backward never reads is no choice
         gone = evictions.get(storage.id, [])
         dropped = " ".join(graph.ops[e.free_after].name for e in gone)
         restored = " ".join(graph.ops[e.restore_before].name for e in gone if e.restore_before is not None)

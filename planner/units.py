@@ -20,7 +20,7 @@ def parse_budget(budget: str | int, *, start_bytes: int, peak_bytes: int) -> int
     if match is None or (unit != "%" and unit not in _UNITS):
         raise BudgetError(f"budget {budget!r}: give bytes ('4000000', '4GiB', '900MB') or a share of the step ('60%')")
     number = float(match[1])
-    if number == 0:
+    if number == 0 or (unit != "%" and number * _UNITS[unit] < 1):
         raise BudgetError(
             f"budget {budget!r}: nothing runs in no memory; the step starts at {human_bytes(start_bytes)}"
         )

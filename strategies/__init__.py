@@ -27,6 +27,7 @@ _BUILT_IN = {
     "mutwo": "strategies.mutwo:MuTwo",
     "sqrtn": "strategies.sqrtn:SqrtN",
     "cheap": "strategies.cheap:Cheap",
+    "ilp": "strategies.ilp:Ilp",
 }
 
 
@@ -102,7 +103,7 @@ def _owner(entry: EntryPoint) -> str:
 def _load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the plug-in's own module raises
         raise StrategyError(f"strategy {entry.name!r} of {_owner(entry)} does not load: {error}") from error
 
 
@@ -156,7 +157,7 @@ def _construct(spec: str, cls: type[Strategy], options: str) -> Strategy:
     for piece in filter(None, options.split(",")):
         name, equals, text = (part.strip() for part in piece.partition("="))
         if not equals or name not in fields:
-            known = ", ".join(f"{n} (default {f.default})" for n, f in fields.items()) or "none"
+            known = ", ".join(f"{n} ({_default(f)})" for n, f in fields.items()) or "none"
             raise StrategyError(f"{spec!r}: no option {piece!r}; the options of {cls.name} are: {known}")
         values[name] = _convert(spec, name, hints[name], text)
     try:
@@ -165,9 +166,15 @@ def _construct(spec: str, cls: type[Strategy], options: str) -> Strategy:
         raise StrategyError(f"{spec!r}: {error}") from error
 
 
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"default {field.default}"
+    return "required" if field.default_factory is dataclasses.MISSING else f"default {field.default_factory()}"
+
+
 def _convert(spec: str, name: str, hint: Any, text: str) -> Any:
     """The text of an option as the type of its field."""
-    if isinstance(hint, types.UnionType):
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         wanted = [kind for kind in typing.get_args(hint) if kind is not type(None)]
         return None if text.lower() == "none" else _convert(spec, name, wanted[0], text)
     if hint is bool and text.lower() in ("true", "false"):

@@ -1,0 +1,67 @@
+"""What capturing and profiling raise on purpose."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+# Frames of these directories are machinery: a person looks for the line of their own above them.
+_MACHINERY = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(Path(__file__).parent) + os.sep,
+    str(Path(traceback.__file__).parent / "contextlib.py"),
+)
+
+
+class CaptureError(Exception):
+    """A step that cannot be captured, or no longer is the one that was: the message says where and what to do."""
+
+
+def is_machinery(filename: str) -> bool:
+    """Whether a source file belongs to torch or to the profiler, not to the user or a model library."""
+    return filename.startswith(_MACHINERY) or filename.startswith("<")
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines that led to the error, outside torch and the profiler; of libraries only where it is all there is."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_machinery(f.filename)]
+    # The first is the caller of `capture` or the train step itself: whoever raised it in between is the user's.
+    libraries = sysconfig.get_path("purelib")
+    own = [f for f in frames if not f.filename.startswith(libraries)]
+    return own or frames
+
+
+def _place(frames: list[traceback.FrameSummary]) -> str:
+    """`path/file.py:12: code`, relative to the working directory where it lies below it."""
+    if not frames:
+        return "the train step"
+    path = Path(frames[-1].filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def explain(error: Exception) -> str:
+    """Where tracing stopped, why, and what to do about it."""
+    return f"{_place(_user_frames(error))}\n  {_cause(error)}"
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, CaptureError):
+        return str(error)
+    if isinstance(error, DataDependentOutputException):
+        return (
+            "the step reads a tensor's value while it runs (.item(), float(), bool(), `if tensor:`), so that what "
+            "it does depends on data: return the tensor and read it after the step, or use torch.where"
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return (
+            f"{error.args[0] if error.args else 'an op'} makes a tensor whose shape depends on data: use a mask "
+            "of fixed shape instead"
+        )
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"tracing failed here with {type(error).__name__}: {first}"

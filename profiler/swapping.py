@@ -1,0 +1,236 @@
+"""Putting stand-ins where the user's objects are while a step is traced, and everything back afterwards."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
+from torch.utils import _pytree as pytree
+
+from profiler.errors import CaptureError
+
+
+@contextmanager
+def preserved(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Whatever happens inside: the modules, the optimizer and every random generator are as before."""
+    objects: list[Any] = [*model.modules(), optimizer]
+    saved = [(vars(o), dict(vars(o)), _inner_dicts(o)) for o in objects]
+    generators = _generator_states()
+    try:
+        yield
+    finally:
+        for attributes, before, inner in saved:
+            _refill(attributes, before)
+            for live, contents in inner:
+                _refill(live, contents)
+        _restore_generators(generators)
+
+
+def _inner_dicts(owner: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    # A module's parameters, buffers and hooks live in dicts of its own; an optimizer's are swapped whole.
+    values = vars(owner).values() if isinstance(owner, nn.Module) else ()
+    return [(value, dict(value)) for value in values if isinstance(value, dict)]
+
+
+def _refill(live: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    if list(live) == list(contents) and all(live[key] is value for key, value in contents.items()):
+        return
+    live.clear()
+    live.update(contents)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if used else None
+    return torch.get_rng_state(), cuda, python_generators()
+
+
+def python_generators() -> tuple[Any, Any]:
+    """The states of Python's own generator and of numpy's, where numpy is loaded."""
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state(legacy=False)
+    if state is not None:
+        state = (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"])
+    return random.getstate(), state
+
+
+def _restore_generators(states: tuple[Any, ...]) -> None:
+    cpu, cuda, (python, numpy_state) = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    if numpy_state is not None:
+        numpy = sys.modules["numpy"]
+        key, pos, has_gauss, gauss = numpy_state
+        words = numpy.frombuffer(key, dtype=numpy.uint32)
+        numpy.random.set_state(("MT19937", words, pos, has_gauss, gauss))
+
+
+class Redirect(TorchFunctionMode):
+    """Torch calls on the user's own tensors act on their stand-ins: lists of parameters made beforehand work."""
+
+    def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, self._swap, (args, kwargs or {}))
+        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            pytree.tree_map_only(Tensor, _refuse_strangers, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _swap(self, tensor: Tensor) -> Tensor:
+        return self._stand_ins.get(id(tensor), tensor)
+
+
+def _refuse_strangers(tensor: Tensor) -> None:
+    """A trainable tensor that is no input of the graph would get its gradient from the trace, and never again."""
+    if tensor.requires_grad and not isinstance(tensor, FakeTensor):
+        raise CaptureError(
+            f"the step differentiates a tensor of shape {tuple(tensor.shape)} that is not the model's: make it "
+            "part of the model, or use it under torch.no_grad()"
+        )
+
+
+class WatchedGroup(dict[str, Any]):
+    """A parameter group that notes which of its numbers the step itself reads, outside `optimizer.step`."""
+
+    def __init__(self, group: dict[str, Any], index: int, reads: set[tuple[int, str]]) -> None:
+        super().__init__(group)
+        self.watching = True
+        self._index = index
+        self._reads = reads
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, noted."""
+        self._note(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        """All pairs, all noted."""
+        for key in self:
+            self._note(key)
+        return super().items()
+
+    def values(self) -> Any:
+        """All values, all noted."""
+        for key in self:
+            self._note(key)
+        return super().values()
+
+    def _note(self, key: str) -> None:
+        if self.watching and key not in ("params", "param_names"):
+            self._reads.add((self._index, key))
+
+
+@contextmanager
+def watched_autograd(around: Callable[..., Any], on_gradients: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Run every backward inside `around(accumulates)`; tell `on_gradients` what torch.autograd.grad returned."""
+    saved = (torch.autograd.backward, torch.autograd.grad, torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        with around(True):
+            saved[0](*args, **kwargs)
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(False):
+            gradients = saved[1](outputs, inputs, *args, **kwargs)
+        on_gradients(inputs, gradients)
+        return gradients
+
+    def engine(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
+        # Also what was imported by name before (`from torch.autograd import grad`) comes through here.
+        with around(accumulate_grad):
+            return saved[2](*args, accumulate_grad=accumulate_grad, **kwargs)
+
+    torch.autograd.backward = backward
+    torch.autograd.grad = grad
+    torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd.backward, torch.autograd.grad = saved[:2]
+        torch.autograd._engine_run_backward = saved[2]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def only_this_optimizer(optimizer: Optimizer) -> Iterator[None]:
+    """Another optimizer that steps inside is refused: its parameters are no inputs of the graph."""
+
+    def refuse(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+        if stepping is not optimizer:
+            raise CaptureError(
+                f"the step also steps another optimizer ({type(stepping).__name__}): give all parameters to "
+                "one optimizer, in groups, or make it two steps"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def autocast_cache() -> Iterator[None]:
+    """Cached casts as in eager: a weight used twice is cast once, and its gradient summed in low precision."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextmanager
+def foreach_on_stand_ins() -> Iterator[None]:
+    """Optimizers and clipping choose their multi-tensor forms as for real tensors: they ask for exact types."""
+    lists = (optimizer_module._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    for types in lists:
+        types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for types in lists:
+            types.remove(FakeTensor)
+
+
+@contextmanager
+def shapeless_kernels() -> Iterator[None]:
+    """Fused optimizer kernels without a shape function are not run on made-up data: they only write in place."""
+    table = fake_impls.op_implementations_dict
+    kernels = (torch.ops.aten._fused_sgd_.default, torch.ops.aten._fused_adagrad_.default)
+    added = [kernel for kernel in kernels if kernel not in table]
+    for kernel in added:
+        table[kernel] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for kernel in added:
+            del table[kernel]
+
+
+def refresh_recurrent_layers(model: nn.Module) -> None:
+    """Recurrent layers keep a list of their weights beside the parameters: remake it from what is there."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]

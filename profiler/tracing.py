@@ -1,0 +1,525 @@
+"""One trace of the user's step, with fake stand-ins for all of its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.node import map_aggregate
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from profiler.convention import (
+    BatchSlot,
+    BufferSlot,
+    Convention,
+    GradSlot,
+    Guards,
+    InputSlot,
+    OutputSlot,
+    ParamSlot,
+    RateSlot,
+    Result,
+    ReturnOut,
+    StateSlot,
+    TensorSpec,
+)
+from profiler.errors import CaptureError, explain
+from profiler.ops import memory_of
+from profiler.optimizers import OpaqueStep, make_lazy_state, refusing_schedulers, why_opaque
+from profiler.origins import GRADIENT_OF, Stamper
+from profiler.swapping import (
+    Redirect,
+    WatchedGroup,
+    autocast_cache,
+    foreach_on_stand_ins,
+    only_this_optimizer,
+    preserved,
+    python_generators,
+    refresh_recurrent_layers,
+    shapeless_kernels,
+    watched_autograd,
+)
+
+TrainStep = Callable[[Any, Any, Any], Any]
+
+_PLAIN = (int, float, bool, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A traced module, as it came from the tracer, and the convention that calls it."""
+
+    module: fx.GraphModule
+    convention: Convention
+    opaque_reason: str
+
+
+class _ProbesReadError(Exception):
+    """The step looks at a `.grad` that is not there in eager: trace again without stand-ins for it."""
+
+
+class _UntraceableOptimizerError(Exception):
+    """The optimizer failed to trace: run it opaquely."""
+
+
+def trace_step(train_step: TrainStep, model: nn.Module, optimizer: Optimizer, batch: Any) -> Trace:
+    """Trace the step; a second time where the first shows that its assumptions do not hold."""
+    reason, probing = why_opaque(optimizer), True
+    for _ in range(3):
+        session = _Session(model, optimizer, batch, opaque_reason=reason, probing=probing)
+        try:
+            return session.trace(train_step)
+        except _ProbesReadError:
+            probing = False
+        except _UntraceableOptimizerError as error:
+            reason = f"{type(optimizer).__name__} failed to trace: {error}"
+    raise CaptureError("the step traces differently each time: it keeps state that capture cannot see")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What one traced call of the step left behind."""
+
+    outputs: tuple[OutputSlot, ...]
+    tensors: list[Tensor]
+    cleared: tuple[ParamSlot, ...]
+    overwritten: tuple[ParamSlot, ...]
+    result: Result
+    training_after: tuple[tuple[nn.Module, bool], ...]
+
+
+class _Session:
+    """One attempt at tracing: the fake stand-ins of the user's tensors, and what the step did with them."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, batch: Any, *, opaque_reason: str, probing: bool
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.opaque_reason = opaque_reason
+        self.stamper = Stamper(model)
+        self.params = {id(p): ParamSlot(**_owner(model, n)) for n, p in model.named_parameters()}
+        self.buffers = {id(b): BufferSlot(**_owner(model, n)) for n, b in model.named_buffers()}
+        self.batch_leaves, self.batch_tree = pytree.tree_flatten(batch)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.inputs: dict[InputSlot, Tensor] = {}  # stand-ins, in the order of the placeholders
+        self.args: dict[InputSlot, Tensor] = {}  # the same as the tracer hands them to the step
+        self.lazy: dict[InputSlot, None] = {}  # stand-ins of what is not there yet
+        self.absent: set[ParamSlot] = set()  # whose `.grad` must be None when the step begins
+        self.stepped_groups: set[int] = set()
+        self.outside_reads: set[tuple[int, str]] = set()
+        self._check_batch()
+        self._make_inputs(probing)
+
+    # -- inputs -------------------------------------------------------------------------------------------
+
+    def _check_batch(self) -> None:
+        for leaf in self.batch_leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                raise CaptureError(
+                    f"the batch holds a {type(leaf).__name__}, whose tensors cannot be seen: pass tensors in "
+                    "tuples, lists or dicts (`dict(batch)`)"
+                )
+
+    def _make_inputs(self, probing: bool) -> None:
+        for slot in self._named():
+            self.inputs[slot] = self._stand_in(slot.tensor())
+        self._make_state_inputs()
+        for param in self.params.values():
+            self._make_grad_input(param, probing)
+        for i, leaf in enumerate(self.batch_leaves):
+            if isinstance(leaf, Tensor):
+                self.inputs[BatchSlot(leaf=i)] = self._stand_in(leaf)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """A fake of its own for each input, also where one tensor is passed twice; memory stays shared."""
+        fake = self.mode.from_tensor(tensor)
+        if any(fake is other for other in self.inputs.values()):
+            with self.mode:
+                return fake.detach()
+        return fake
+
+    def _make_state_inputs(self) -> None:
+        """Stand-ins for the state there is, and for what the optimizer's first step would make."""
+        grouped = self._grouped()
+        fakes = {slot: self.inputs[slot] for _, slot in grouped}
+        states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for p, slot in grouped:
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    self.inputs[StateSlot(param=slot, key=key)] = self._stand_in(value)
+                states[fakes[slot]][key] = self.inputs.get(StateSlot(param=slot, key=key), value)
+        groups = [
+            {**g, "params": [fakes[self.params[id(p)]] for p in g["params"]]} for g in self.optimizer.param_groups
+        ]
+        with preserved(self.model, self.optimizer), self.mode:
+            self.optimizer.param_groups, self.optimizer.state = groups, states
+            make_lazy_state(self.optimizer, [fake for fake in fakes.values() if fake.requires_grad])
+        for slot, fake in fakes.items():
+            for key, value in states[fake].items():
+                state = StateSlot(param=slot, key=key)
+                if isinstance(value, Tensor) and state not in self.inputs:
+                    self.inputs[state] = value
+                    self.lazy[state] = None
+
+    def _make_grad_input(self, param: ParamSlot, probing: bool) -> None:
+        live, slot = param.tensor(), GradSlot(param=param)
+        if live.grad is not None:
+            self.inputs[slot] = self._stand_in(live.grad)
+        elif live.requires_grad and probing:
+            # A probe: whether the step clears a `.grad` before reading it shows only where there is one.
+            with self.mode:
+                self.inputs[slot] = torch.empty_like(self.inputs[param], requires_grad=False)
+            self.lazy[slot] = None
+        elif live.requires_grad:
+            self.absent.add(param)
+
+    def _named(self) -> list[ParamSlot | BufferSlot]:
+        return [*self.params.values(), *self.buffers.values()]
+
+    def _grouped(self) -> list[tuple[Tensor, ParamSlot]]:
+        """The optimizer's parameters, group after group."""
+        pairs = []
+        for i, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                if id(p) not in self.params:
+                    raise CaptureError(
+                        f"optimizer group {i} holds a parameter of shape {tuple(p.shape)} that is not the "
+                        "model's: make it part of the model"
+                    )
+                pairs.append((p, self.params[id(p)]))
+        return pairs
+
+    # -- the trace ----------------------------------------------------------------------------------------
+
+    def trace(self, train_step: TrainStep) -> Trace:
+        """Trace; the user's objects are as before when this returns or raises."""
+        slots = list(self.inputs)
+        outcomes: list[_Outcome] = []
+
+        def flat(*args: Tensor) -> list[Tensor]:
+            self.args = dict(zip(slots, args, strict=True))
+            outcomes.append(self._run(train_step))
+            return outcomes[0].tensors
+
+        with preserved(self.model, self.optimizer):
+            generators = python_generators()
+            try:
+                module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*self.inputs.values())
+            except (_ProbesReadError, _UntraceableOptimizerError):
+                raise
+            except Exception as error:
+                raise CaptureError(explain(error)) from error
+            if python_generators() != generators:
+                raise CaptureError(
+                    "the step draws from Python's or numpy's random numbers, which a graph cannot do: draw "
+                    "them outside and pass them in the batch, or use torch's generator"
+                )
+        kept = self._keep_used_inputs(module, slots)
+        kept += self._make_rates_live(module)
+        return Trace(
+            module=module,
+            convention=self._convention(tuple(kept), outcomes[0]),
+            opaque_reason=self.opaque_reason,
+        )
+
+    def _run(self, train_step: TrainStep) -> _Outcome:
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self.tracer: Any = proxy_mode.tracer
+        storages = {s: memory_of(t)._cdata for s, t in self.args.items()}
+        with ExitStack() as stack:
+            stack.enter_context(self.stamper.attached(self.tracer))
+            self._swap_in(stack)
+            stack.enter_context(watched_autograd(self._around_backward, self._note_returned))
+            stack.enter_context(only_this_optimizer(self.optimizer))
+            stack.enter_context(refusing_schedulers())
+            stack.enter_context(autocast_cache())
+            stack.enter_context(foreach_on_stand_ins())
+            stack.enter_context(shapeless_kernels())
+            live = self.params | self.buffers
+            stack.enter_context(Redirect({key: self.args[slot] for key, slot in live.items()}))
+            training = [(module, module.training) for module in self.model.modules()]
+            result = train_step(self.model, self.optimizer, self._batch())
+            outcome = self._collect(result, training)
+        for slot, tensor in self.args.items():
+            if memory_of(tensor)._cdata != storages[slot]:
+                raise CaptureError(f"the step gives {slot.name} other memory (`.data =`): write in place")
+        return outcome
+
+    def _batch(self) -> Any:
+        leaves = [self.args.get(BatchSlot(leaf=i), leaf) for i, leaf in enumerate(self.batch_leaves)]
+        return pytree.tree_unflatten(leaves, self.batch_tree)
+
+    def _swap_in(self, stack: ExitStack) -> None:
+        """Stand-ins into the model, the optimizer and the `.grad`s; `preserved` takes them out again."""
+        named = {s.name: t for s, t in self.args.items() if isinstance(s, (ParamSlot, BufferSlot))}
+        stack.enter_context(_reparametrize_module(self.model, named, tie_weights=True))
+        refresh_recurrent_layers(self.model)
+        optimizer, states = self.optimizer, defaultdict[Tensor, dict[str, Any]](dict)
+        for p, param in self._grouped():
+            numbers = {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
+            if numbers:
+                states[self.args[param]].update(numbers)
+        groups = []
+        for i, group in enumerate(optimizer.param_groups):
+            params = [self.args[self.params[id(p)]] for p in group["params"]]
+            groups.append(WatchedGroup({**group, "params": params}, i, self.outside_reads))
+        for slot, tensor in self.args.items():
+            if isinstance(slot, StateSlot):
+                states[self.args[slot.param]][slot.key] = tensor
+            if isinstance(slot, GradSlot):
+                self.args[slot.param].grad = tensor
+        self.group_numbers = [_numbers(group) for group in groups]
+        self.by_stand_in = {id(self.args[slot]): slot for slot in self.params.values()}
+        optimizer.param_groups, optimizer.state = groups, states  # type: ignore[assignment]
+        optimizer.step = self._step  # type: ignore[method-assign, assignment]
+
+    # -- what the step does while it is traced --------------------------------------------------------------
+
+    @contextmanager
+    def _around_backward(self, accumulates: bool) -> Iterator[None]:
+        if accumulates:
+            self._remove_probes()
+        with self.stamper.backward():
+            yield
+        if accumulates:
+            self._note_gradients()
+
+    def _remove_probes(self) -> None:
+        """The step reaches a `.grad` that it has not cleared: from here on it is what eager has."""
+        for slot in self.lazy:
+            if isinstance(slot, GradSlot) and self.args[slot.param].grad is self.args[slot]:
+                self.args[slot.param].grad = None
+                self.absent.add(slot.param)
+
+    def _note_gradients(self) -> None:
+        for param in self.params.values():
+            grad = self.args[param].grad
+            if grad is not None and grad is not self.args.get(GradSlot(param=param)):
+                self._note_gradient(param, grad)
+
+    def _note_returned(self, inputs: Any, gradients: Any) -> None:
+        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+        for tensor, gradient in zip(inputs, gradients, strict=False):
+            slot = self.by_stand_in.get(id(tensor)) or self.params.get(id(tensor))
+            if slot is not None and gradient is not None:
+                self._note_gradient(slot, gradient)
+
+    def _note_gradient(self, param: ParamSlot, gradient: Tensor) -> None:
+        slot = get_proxy_slot(gradient, self.tracer, None)
+        if slot is not None:
+            slot.proxy.node.meta[GRADIENT_OF] = param.name
+
+    def _step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise CaptureError("optimizer.step(closure) evaluates the loss anew: call it without a closure")
+        self._remove_probes()
+        with self.stamper.optimizer():
+            self._note_gradients()
+            stepped = [
+                [self.by_stand_in[id(p)] for p in dict.__getitem__(group, "params") if p.grad is not None]
+                for group in self.optimizer.param_groups
+            ]
+            self.stepped_groups.update(i for i, slots in enumerate(stepped) if slots)
+            if self.opaque_reason:
+                self._record_opaque_step([slot for slots in stepped for slot in slots])
+            else:
+                self._trace_step()
+
+    def _trace_step(self) -> None:
+        groups: list[Any] = self.optimizer.param_groups
+        saved = [dict.__getitem__(group, "lr") for group in groups]
+        try:
+            for i, group in enumerate(groups):
+                group.watching = False
+                group["lr"] = _stand_in_rate(i)
+            type(self.optimizer).step(self.optimizer)
+        except Exception as error:
+            raise _UntraceableOptimizerError(f"{type(error).__name__}: {error}") from error
+        finally:
+            for group, rate in zip(groups, saved, strict=True):
+                group["lr"] = rate
+                group.watching = True
+
+    def _record_opaque_step(self, slots: list[ParamSlot]) -> None:
+        known = set(slots)
+        state = [s for s in self.args if isinstance(s, StateSlot) and s.param in known]
+        everyone = [self.by_stand_in[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
+        target = OpaqueStep(self.optimizer, receivers=slots, everyone=everyone)
+        args = (
+            [self._node(self.args[slot]) for slot in slots],
+            [self._node(self.args[slot].grad) for slot in slots],
+            [self._node(self.args[slot]) for slot in state],
+        )
+        node = self.tracer.create_node("call_function", target, args, {}, name="optimizer_step")
+        node.meta["val"] = None
+
+    def _node(self, tensor: Tensor | None) -> fx.Node:
+        slot = None if tensor is None else get_proxy_slot(tensor, self.tracer, None)
+        if slot is None:
+            raise CaptureError("a .grad is set to a tensor from outside the step: pass it in the batch")
+        node: fx.Node = slot.proxy.node
+        return node
+
+    # -- what the step left behind --------------------------------------------------------------------------
+
+    def _collect(self, result: Any, training: list[tuple[nn.Module, bool]]) -> _Outcome:
+        leaves, tree = pytree.tree_flatten(result)
+        outputs = self._returned(leaves)
+        cleared, overwritten = [], []
+        for param in self.params.values():
+            grad, incoming = self.args[param].grad, self.args.get(GradSlot(param=param))
+            if grad is not None and grad is not incoming:
+                outputs[GradSlot(param=param)] = grad
+            if grad is None and self.args[param].requires_grad:
+                cleared.append(param)
+            if grad is not incoming:
+                overwritten.append(param)
+        outputs |= self._rebound_buffers()
+        self._check_left_behind()
+        return _Outcome(
+            outputs=tuple(outputs),
+            tensors=list(outputs.values()),
+            cleared=tuple(cleared),
+            overwritten=tuple(overwritten),
+            result=Result(
+                tree=tree,
+                leaves=tuple(None if ReturnOut(leaf=i) in outputs else leaf for i, leaf in enumerate(leaves)),
+            ),
+            training_after=tuple((m, m.training) for m, before in training if m.training != before),
+        )
+
+    def _returned(self, leaves: list[Any]) -> dict[OutputSlot, Tensor]:
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                raise CaptureError(
+                    f"the step returns a {type(leaf).__name__}: return tensors and numbers, in tuples or dicts"
+                )
+        return {
+            ReturnOut(leaf=i): leaf
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and get_proxy_slot(leaf, self.tracer, None) is not None
+        }
+
+    def _rebound_buffers(self) -> dict[OutputSlot, Tensor]:
+        """Buffers that the step replaced by new tensors (`self.mean = ...`): outputs, put back at each call."""
+        rebound: dict[OutputSlot, Tensor] = {}
+        for buffer in self.buffers.values():
+            now = buffer.owner._buffers.get(buffer.key)
+            if now is not None and now is not self.args[buffer]:
+                rebound[buffer] = now
+        return rebound
+
+    def _check_left_behind(self) -> None:
+        for param in self.params.values():
+            if param.owner._parameters.get(param.key) is not self.args[param]:
+                raise CaptureError(f"the step puts another tensor in place of parameter {param.name}")
+        for slot, tensor in self.args.items():
+            if isinstance(slot, BatchSlot) and tensor.grad is not None:
+                raise CaptureError(
+                    f"the step leaves a .grad on {slot.name}: clear it before the step ends, or use "
+                    "torch.autograd.grad for gradients of the batch"
+                )
+        for i, (group, before) in enumerate(zip(self.optimizer.param_groups, self.group_numbers, strict=True)):
+            if _numbers(group) != before:
+                raise CaptureError(f"the step changes optimizer group {i} (its rate, ...): do so outside of it")
+
+    # -- from the raw graph to one with live inputs ----------------------------------------------------------
+
+    def _keep_used_inputs(self, module: fx.GraphModule, slots: list[InputSlot]) -> list[InputSlot]:
+        kept: list[InputSlot] = []
+        for slot, node in zip(slots, module.graph.find_nodes(op="placeholder"), strict=True):
+            if not node.users and (isinstance(slot, GradSlot) or slot in self.lazy):
+                module.graph.erase_node(node)
+            elif isinstance(slot, GradSlot) and slot in self.lazy:
+                raise _ProbesReadError
+            else:
+                kept.append(slot)
+        return kept
+
+    def _make_rates_live(self, module: fx.GraphModule) -> list[InputSlot]:
+        """Replace the stand-in learning rates in the graph by inputs that are read at each call."""
+        if self.opaque_reason:
+            return []
+        wanted = {
+            sign * _stand_in_rate(i): RateSlot(group=i, negated=sign < 0)
+            for i in self.stepped_groups
+            for sign in (1.0, -1.0)
+        }
+        found: dict[InputSlot, fx.Node] = {}
+        last = module.graph.find_nodes(op="placeholder")[-1]
+
+        def live(value: Any) -> Any:
+            if type(value) is not float or value not in wanted:
+                return value
+            slot = wanted[value]
+            if slot not in found:
+                with module.graph.inserting_after([last, *found.values()][-1]):
+                    found[slot] = module.graph.placeholder(f"rate_{len(found)}")
+            return found[slot]
+
+        for node in list(module.graph.nodes):
+            if node.op == "call_function":
+                node.args, node.kwargs = map_aggregate(node.args, live), map_aggregate(node.kwargs, live)
+        hidden = self.stepped_groups - {slot.group for slot in found if isinstance(slot, RateSlot)}
+        if hidden:
+            raise _UntraceableOptimizerError(f"the learning rate of groups {sorted(hidden)} is hidden")
+        return list(found)
+
+    def _convention(self, slots: tuple[InputSlot, ...], outcome: _Outcome) -> Convention:
+        read = {slot.param for slot in slots if isinstance(slot, GradSlot)}
+        return Convention(
+            model=self.model,
+            optimizer=self.optimizer,
+            inputs=slots,
+            outputs=outcome.outputs,
+            cleared=outcome.cleared,
+            dropped=tuple(param for param in outcome.overwritten if param not in read),
+            result=outcome.result,
+            training_after=outcome.training_after,
+            guards=self._guards(read),
+        )
+
+    def _guards(self, read: set[ParamSlot]) -> Guards:
+        groups = self.optimizer.param_groups
+        baked = set(self.outside_reads)
+        if not self.opaque_reason:
+            baked |= {(i, key) for i, group in enumerate(groups) for key in _numbers(group) if key != "lr"}
+        return Guards(
+            batch_tree=self.batch_tree,
+            batch_leaves=tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in self.batch_leaves),
+            tensors=tuple((s, TensorSpec.of(s.tensor()), s.tensor().requires_grad) for s in self._named()),
+            training=tuple((path, module, module.training) for path, module in self.model.named_modules()),
+            groups=tuple(tuple(group["params"]) for group in groups),
+            numbers=tuple((i, key, groups[i].get(key)) for i, key in sorted(baked)),
+            gradients=tuple((p, p in read) for p in self.params.values() if p in read or p in self.absent),
+        )
+
+
+def _owner(model: nn.Module, name: str) -> dict[str, Any]:
+    path, _, key = name.rpartition(".")
+    return {"name": name, "owner": model.get_submodule(path), "key": key}
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in dict.items(group) if key not in ("params", "param_names")}
+
+
+def _stand_in_rate(group: int) -> float:
+    """A number that stands for a group's learning rate in the trace, and for nothing else."""
+    return math.ldexp(0.6180339887498949, -group)
+

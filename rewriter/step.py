@@ -1,0 +1,219 @@
+"""The planned step as the user holds it: called like the old one, kept current, able to explain itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from planner.errors import PlannerError
+from planner.explain import Decision
+from planner.floor import floor
+from planner.plan import Plan, lower
+from planner.simulator import Timeline, simulate
+from planner.solve import Problem, Solution, Status, Strategy, solve
+from planner.units import human_bytes, parse_budget
+from profiler.capture import TracedStep, capture
+from profiler.measure import measure
+from rewriter.apply import apply
+from rewriter.verify import Verification, VerificationError, verify
+
+TrainStep = Callable[[Any, Any, Any], Any]
+
+# What the prediction was ever seen to be off by, of what a step adds to memory: kept free below the budget.
+MARGIN = 0.005
+
+
+class OverBudget(PlannerError):  # noqa: N818 - an answer, not a fault
+    """No plan meets the budget; says the smallest peak found, the floor, and what would help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a planned step was asked for."""
+
+    budget: str | int
+    strategy: Strategy
+    label: str
+    time_limit_s: float
+    in_place: bool
+    plan_file: str | Path | None
+    verify_steps: int
+    most_shapes: int
+    show_progress: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One captured, planned and rewritten form of the step."""
+
+    traced: TracedStep
+    solution: Solution
+    module: fx.GraphModule
+    verification: Verification | None
+
+
+class CheckpointedStep:
+    """A drop-in for the user's train step: same numbers, within the budget.
+
+    A batch of another shape, or a model or optimizer whose baked-in settings changed, is captured and planned
+    on first sight; the last few forms are kept.
+    """
+
+    def __init__(self, train_step: TrainStep, model: nn.Module, optimizer: Optimizer, settings: Settings) -> None:
+        self._train_step = train_step
+        self._model = model
+        self._optimizer = optimizer
+        self._settings = settings
+        self._forms: list[Prepared] = []  # the most recently used first
+
+    def __call__(self, batch: Any) -> Any:
+        """One training step on `batch`; returns what the user's own step returns."""
+        form = self._form_for(batch)
+        return form.traced.convention.run(form.module, batch)
+
+    # -- what it will tell ----------------------------------------------------------------------------------
+
+    @property
+    def solution(self) -> Solution:
+        """The plan of the form used last: predicted peak and time, and a reason for every tensor."""
+        return self._forms[0].solution
+
+    @property
+    def verification(self) -> Verification | None:
+        """What `verify=True` found for the form used last."""
+        return self._forms[0].verification
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The rewritten graph of the form used last."""
+        return self._forms[0].module
+
+    def timeline(self) -> Timeline:
+        """Bytes at every step of the schedule, and the predicted time."""
+        timeline = self.solution.timeline
+        assert timeline is not None
+        return timeline
+
+    def explain(self, text: str = "") -> str:
+        """What was kept, dropped, why and at what cost, for every tensor whose name or module contains `text`."""
+        found = [d for d in self.solution.decisions if self._matches(d, text)]
+        if not found:
+            return f"no tensor of the step has {text!r} in its name or module path"
+        return "\n".join(f"{d.name} ({self._module_of(d) or d.role.value}): {d.reason}" for d in found)
+
+    def _matches(self, decision: Decision, text: str) -> bool:
+        return all(word in f"{decision.name} {self._module_of(decision)}" for word in text.split())
+
+    def _module_of(self, decision: Decision) -> str:
+        graph = self.solution.problem.graph
+        made = graph.maker[decision.storage]
+        return "" if made is None else graph.ops[made].module_path
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan used last to a file that `checkpoint(..., plan=path)` reads."""
+        assert self.solution.plan is not None
+        self.solution.plan.save(path, self.solution.problem.graph)
+
+    # -- forms ----------------------------------------------------------------------------------------------
+
+    def _form_for(self, batch: Any) -> Prepared:
+        wrong: list[str] = []
+        for i, form in enumerate(self._forms):
+            mismatches = form.traced.convention.check(batch)
+            if not mismatches:
+                if i:
+                    self._forms.insert(0, self._forms.pop(i))
+                return form
+            wrong = wrong or mismatches
+        self._say_why(wrong)
+        return self.prepare(batch)
+
+    def _say_why(self, wrong: list[str]) -> None:
+        more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
+        warnings.warn(
+            f"this step is captured and planned anew, because {'; '.join(wrong[:2])}{more}", UserWarning, stacklevel=4
+        )
+
+    def prepare(self, batch: Any) -> Prepared:
+        """Capture, measure, plan and rewrite for `batch`; OverBudget before anything is changed."""
+        settings = self._settings
+        traced = capture(self._train_step, self._model, self._optimizer, batch)
+        traced = measure(traced, batch, show_progress=settings.show_progress).traced
+        solution = self._solve(traced)
+        assert solution.schedule is not None
+        module = apply(traced, solution.schedule)
+        form = Prepared(traced=traced, solution=solution, module=module, verification=None)
+        if settings.verify_steps:
+            form = Prepared(traced=traced, solution=solution, module=module, verification=self._verify(form, batch))
+        self._forms.insert(0, form)
+        del self._forms[settings.most_shapes :]
+        return form
+
+    def _solve(self, traced: TracedStep) -> Solution:
+        settings, graph = self._settings, traced.graph
+        unplanned = simulate(graph, lower(graph, Plan(), in_place=settings.in_place))
+        limit = parse_budget(settings.budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
+        margin = int(MARGIN * max(0, limit - graph.start_bytes))
+        problem = Problem(
+            graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s, in_place=settings.in_place
+        )
+        strategy: Strategy = settings.strategy
+        if settings.plan_file is not None:
+            strategy = _Given(Plan.load(settings.plan_file, graph))
+        solution = solve(problem, strategy, label=settings.label)
+        if solution.status is not Status.FITS:
+            raise OverBudget(_over_budget(solution, limit, margin))
+        return solution
+
+    def _verify(self, form: Prepared, batch: Any) -> Verification:
+        convention = form.traced.convention
+        timeline = form.solution.timeline
+        assert timeline is not None
+        found = verify(
+            lambda b: self._train_step(self._model, self._optimizer, b),
+            lambda b: convention.call(form.module, b),
+            self._model,
+            self._optimizer,
+            batch,
+            predicted_peak_bytes=timeline.above_start_bytes,
+            unread_gradients=[slot.tensor() for slot in convention.dropped],
+            steps=self._settings.verify_steps,
+        )
+        if not found.exact:
+            raise VerificationError(
+                f"the planned step differs from yours: {found}. Nothing was changed. Please report it with the model "
+                "and optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
+            )
+        return found
+
+
+class _Given:
+    """A plan made elsewhere, offered as if it were thought of now."""
+
+    name: ClassVar[str] = "plan file"
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def plan(self, problem: Problem) -> Plan:
+        return self._plan
+
+
+def _over_budget(solution: Solution, limit: int, margin: int) -> str:
+    graph, found = solution.problem.graph, solution.timeline
+    least = f"the smallest peak found is {human_bytes(found.peak_bytes)}" if found else solution.reason
+    lowest = floor(graph)
+    help_text = "a smaller batch"
+    if lowest.nbytes < limit:
+        help_text = f"another strategy or a longer time limit may get below it; {help_text} always does"
+    return (
+        f"{solution.strategy}: no plan fits {human_bytes(limit)} ({human_bytes(margin)} of it kept free): {least}. "
+        f"No plan at all can go under {lowest}. What would help: {help_text}, or a budget of at least "
+        f"{human_bytes(found.peak_bytes + margin) if found else human_bytes(lowest.nbytes)}"
+    )

@@ -1,0 +1,166 @@
+"""Proof on the user's own step: the planned one does the same arithmetic, under the predicted peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from planner.units import human_bytes
+from profiler.keeping import state_kept
+from profiler.meters import meter_for, peak_above_start
+
+StepFunction = Callable[[Any], Any]
+
+
+class VerificationError(Exception):
+    """The planned step differs from the user's; names the first tensor that does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was compared over how many steps, and the memory of both versions beyond what was live before."""
+
+    steps: int
+    compared: tuple[tuple[str, int], ...]  # kind of tensor -> how many
+    largest_difference: float
+    first_mismatch: str
+    eager_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_peak_bytes: int
+
+    @property
+    def exact(self) -> bool:
+        return not self.first_mismatch
+
+    @property
+    def prediction_error(self) -> float:
+        """Measured less predicted, relative to measured."""
+        if not self.measured_peak_bytes:
+            return 0.0
+        return (self.measured_peak_bytes - self.predicted_peak_bytes) / self.measured_peak_bytes
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} {kind}" for kind, n in self.compared)
+        verdict = "equal to the bit" if self.exact else f"DIFFERENT, first in {self.first_mismatch}"
+        return (
+            f"{self.steps} steps, {counts}: {verdict} (largest difference {self.largest_difference:g}). "
+            f"Peak above the start: eager {human_bytes(self.eager_peak_bytes)}, planned "
+            f"{human_bytes(self.measured_peak_bytes)} measured, {human_bytes(self.predicted_peak_bytes)} predicted "
+            f"({self.prediction_error:+.2%})"
+        )
+
+
+def verify(
+    eager: StepFunction,
+    planned: StepFunction,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    predicted_peak_bytes: int,
+    unread_gradients: Sequence[Tensor] = (),
+    steps: int = 3,
+) -> Verification:
+    """Run both from the same state and generator for a few steps; the user's objects stay as they are.
+
+    `eager` and `planned` take a batch and step the same `model` and `optimizer`. Compared are what each step
+    returns, every gradient, and at the end parameters, buffers, optimizer state and the generator. The peak is
+    that of the last step, begun without the `.grad`s of `unread_gradients`, which the step clears anyway.
+    """
+    expected, eager_peak = _observe(eager, model, optimizer, batch, steps, unread_gradients)
+    actual, planned_peak = _observe(planned, model, optimizer, batch, steps, unread_gradients)
+    mismatch, largest = _compare(expected, actual)
+    kinds: dict[str, int] = {}
+    for kind, _ in expected:
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return Verification(
+        steps=steps,
+        compared=tuple(kinds.items()),
+        largest_difference=largest,
+        first_mismatch=mismatch,
+        eager_peak_bytes=eager_peak,
+        measured_peak_bytes=planned_peak,
+        predicted_peak_bytes=predicted_peak_bytes,
+    )
+
+
+Observed = dict[tuple[str, str], Tensor]
+
+
+def _observe(
+    step: StepFunction, model: nn.Module, optimizer: Optimizer, batch: Any, steps: int, unread: Sequence[Tensor]
+) -> tuple[Observed, int]:
+    """Everything a few steps leave behind, as copies in main memory, and the peak of the last step."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    seen: Observed = {}
+    returned: list[Any] = []
+    with state_kept(model, optimizer):
+        for i in range(steps - 1):
+            _take(seen, i, step(batch), model)
+        for p in unread:
+            p.grad = None
+        peak = peak_above_start(meter_for(device), lambda: returned.append(step(batch)))
+        _take(seen, steps - 1, returned.pop(), model)
+        for kind, name, tensor in _state(model, optimizer):
+            seen[kind, name] = _copy(tensor)
+        seen["generators", "CPU generator"] = torch.get_rng_state()
+        if device.type == "cuda":
+            seen["generators", "CUDA generator"] = torch.cuda.get_rng_state(device)
+    return seen, peak
+
+
+def _take(seen: Observed, i: int, returned: Any, model: nn.Module) -> None:
+    for j, leaf in enumerate(pytree.tree_leaves(returned)):
+        seen["returned values", f"returned value {j} of step {i + 1}"] = _copy(torch.as_tensor(leaf))
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            seen["gradients", f"gradient of {name} after step {i + 1}"] = _copy(p.grad)
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        yield "parameters", f"parameter {name}", p
+    for name, buffer in model.named_buffers():
+        yield "buffers", f"buffer {name}", buffer
+    for owner, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is not None:
+                yield "optimizer states", f"{key} of {names.get(owner, 'a parameter')}", torch.as_tensor(value)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _compare(expected: Observed, actual: Observed) -> tuple[str, float]:
+    """The first tensor that is missing or differs in any bit, and the largest difference of all."""
+    mismatch, largest = "", 0.0
+    for key in (*expected, *(k for k in actual if k not in expected)):
+        a, b = expected.get(key), actual.get(key)
+        if a is not None and b is not None and same_bits(a, b):
+            continue
+        mismatch = mismatch or key[1]
+        largest = max(largest, _difference(a, b))
+    return mismatch, largest
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality that also tells -0.0 from 0.0, and takes a NaN for itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point() and not a.is_complex():
+        return torch.equal(a, b)
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _difference(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0

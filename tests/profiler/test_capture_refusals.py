@@ -1,0 +1,268 @@
+"""What cannot be captured is refused with the user's line, and nothing is changed by trying."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F  # noqa: N812
+
+from profiler.capture import capture
+from profiler.errors import CaptureError
+from tests.profiler import small
+from tests.profiler.equality import same_bits
+
+
+def reads_the_loss(model, optimizer, batch):
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    print(loss.item())  # the offending line: item
+    optimizer.step()
+
+
+def branches_on_data(model, optimizer, batch):
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    if loss > 1:  # the offending line: branch
+        loss = loss * 2
+    loss.backward()
+    optimizer.step()
+
+
+def selects_by_mask(model, optimizer, batch):
+    out = model(batch[0])
+    chosen = out[batch[1] > 0]  # the offending line: mask
+    chosen.sum().backward()
+    optimizer.step()
+
+
+def uses_a_closure(model, optimizer, batch):
+    optimizer.step(lambda: F.cross_entropy(model(batch[0]), batch[1]))  # the offending line: closure
+
+
+def steps_a_scheduler(model, optimizer, batch):
+    small.step(model, optimizer, batch)
+    SCHEDULERS[optimizer].step()  # the offending line: scheduler
+
+
+def steps_a_second_optimizer(model, optimizer, batch):
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optim.SGD(model.parameters(), lr=0.1).step()  # the offending line: second
+
+
+def has_a_bug(model, optimizer, batch):
+    loss = F.cross_entropy(model(batch[0].T), batch[1])  # the offending line: bug
+    loss.backward()
+
+
+def raises(model, optimizer, batch):
+    raise KeyError("no such thing")  # the offending line: raises
+
+
+SCHEDULERS = {}
+LINES = {
+    reads_the_loss: ("item", "return the tensor"),
+    branches_on_data: ("branch", "torch.where"),
+    selects_by_mask: ("mask", "fixed shape"),
+    uses_a_closure: ("closure", "without a closure"),
+    steps_a_scheduler: ("scheduler", "after the step"),
+    steps_a_second_optimizer: ("second", "one optimizer"),
+    has_a_bug: ("bug", "RuntimeError"),
+    raises: ("raises", "no such thing"),
+}
+
+
+def everything(model, optimizer):
+    """All that capture must leave alone."""
+    return {
+        "state": copy.deepcopy((model.state_dict(), optimizer.state_dict())),
+        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "objects": [id(t) for t in (*model.parameters(), *model.buffers())],
+        "grad objects": [id(p.grad) for p in model.parameters() if p.grad is not None],
+        "training": [m.training for m in model.modules()],
+        "attributes": [sorted(vars(m)) for m in model.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "optimizer": sorted(vars(optimizer)),
+        "groups": id(optimizer.param_groups),
+        "rng": (torch.get_rng_state(), random.getstate()),
+        "global": (torch.autograd.backward, torch.autograd.grad, optim.lr_scheduler.LRScheduler.step),
+    }
+
+
+def assert_unchanged(before, after):
+    assert before.keys() == after.keys()
+    for key in before:
+        flat_before, tree_before = torch.utils._pytree.tree_flatten(before[key])
+        flat_after, tree_after = torch.utils._pytree.tree_flatten(after[key])
+        assert tree_before == tree_after, key
+        assert all(map(same_bits, flat_before, flat_after)), key
+
+
+@pytest.mark.parametrize("step", LINES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("optimizer", [small.sgd, small.adam])
+def test_a_refusal_names_the_users_line_and_changes_nothing(step, stepped, optimizer):
+    _, model, optimizer, batch = small.make(optimizer=optimizer)()
+    SCHEDULERS[optimizer] = optim.lr_scheduler.StepLR(optimizer, 1)
+    if stepped:
+        small.step(model, optimizer, batch)
+    before = everything(model, optimizer)
+    epochs = SCHEDULERS[optimizer].last_epoch
+    with pytest.raises(CaptureError) as refusal:
+        capture(step, model, optimizer, batch)
+    assert_unchanged(before, everything(model, optimizer))
+    assert SCHEDULERS[optimizer].last_epoch == epochs
+    mark, advice = LINES[step]
+    assert f"the offending line: {mark}" in str(refusal.value)
+    assert "test_capture_refusals.py:" in str(refusal.value)
+    assert advice in str(refusal.value)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("optimizer", [small.sgd, small.adam, lambda m: optim.AdamW(m.parameters(), fused=True)])
+def test_a_capture_that_succeeds_changes_nothing(stepped, optimizer):
+    def step(model, optimizer, batch):
+        model.eval()
+        model.train()
+        model.last_batch = batch
+        return small.step(model, optimizer, batch)
+
+    _, model, optimizer, batch = small.make(optimizer=optimizer)()
+    if stepped:
+        small.step(model, optimizer, batch)
+    before = everything(model, optimizer)
+    capture(step, model, optimizer, batch)
+    assert_unchanged(before, everything(model, optimizer))
+
+
+def test_a_step_that_draws_from_pythons_random_is_refused():
+    def step(model, optimizer, batch):
+        return random.random() * small.step(model, optimizer, batch)
+
+    before = random.getstate()
+    with pytest.raises(CaptureError, match="random"):
+        capture(*small.make(step)())
+    assert random.getstate() == before
+
+
+def test_a_step_that_changes_the_rate_is_refused():
+    def step(model, optimizer, batch):
+        loss = small.step(model, optimizer, batch)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return loss
+
+    _, model, optimizer, batch = small.make()()
+    with pytest.raises(CaptureError, match="outside of it"):
+        capture(step, model, optimizer, batch)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_rate_that_the_step_itself_reads_is_guarded():
+    def step(model, optimizer, batch):
+        return small.step(model, optimizer, batch), optimizer.param_groups[0]["lr"]
+
+    _, model, optimizer, batch = small.make()()
+    traced = capture(step, model, optimizer, batch)
+    assert traced.run(batch)[1] == 0.1
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert "'lr' of optimizer group 0 was 0.1 and is 0.2" in traced.convention.check(batch)
+
+
+def test_a_parameter_outside_the_model_is_refused():
+    model, extra = small.mlp(), nn.Parameter(torch.zeros(3))
+    optimizer = optim.SGD([*model.parameters(), extra], lr=0.1)
+    with pytest.raises(CaptureError, match="part of the model"):
+        capture(small.step, model, optimizer, small.data())
+
+
+def test_a_closed_over_trainable_parameter_is_refused():
+    scale = nn.Parameter(torch.ones(()))
+
+    def step(model, optimizer, batch):
+        loss = scale * F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(CaptureError, match="not the model's"):
+        capture(*small.make(step)())
+    assert scale.grad is None
+
+
+def test_a_batch_whose_tensors_cannot_be_seen_is_refused():
+    class Bundle:
+        images = torch.zeros(2, 6)
+
+    _, model, optimizer, _ = small.make()()
+    with pytest.raises(CaptureError, match="Bundle"):
+        capture(small.step, model, optimizer, Bundle())
+
+
+def test_a_result_whose_tensors_cannot_be_seen_is_refused():
+    class Bundle:
+        pass
+
+    with pytest.raises(CaptureError, match="Bundle"):
+        capture(*small.make(lambda model, optimizer, batch: Bundle())())
+
+
+def test_memory_swapped_under_a_parameter_is_refused():
+    def step(model, optimizer, batch):
+        model[0].weight.data = model[0].weight.data * 2
+        return small.step(model, optimizer, batch)
+
+    _, model, optimizer, batch = small.make()()
+    before = everything(model, optimizer)
+    with pytest.raises(CaptureError, match="write in place"):
+        capture(step, model, optimizer, batch)
+    assert_unchanged(before, everything(model, optimizer))
+
+
+def changed_group(model, optimizer, batch):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    return batch
+
+
+def changed_freeze(model, optimizer, batch):
+    model[0].weight.requires_grad_(False)
+    return batch
+
+
+def changed_mode(model, optimizer, batch):
+    model.eval()
+    return batch
+
+
+def changed_batch(model, optimizer, batch):
+    return batch[0][:5], batch[1][:5]
+
+
+def changed_dtype(model, optimizer, batch):
+    return batch[0].double(), batch[1]
+
+
+def changed_tree(model, optimizer, batch):
+    return list(batch)
+
+
+CHANGES = {
+    changed_group: "parameter groups",
+    changed_freeze: "requires_grad",
+    changed_mode: "training",
+    changed_batch: r"batch leaf 0 was torch.float32\[12, 6\]",
+    changed_dtype: "float64",
+    changed_tree: "the batch was",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_a_step_that_is_no_longer_the_captured_one_is_noticed(change):
+    step, model, optimizer, batch = small.make()()
+    traced = capture(step, model, optimizer, batch)
+    assert traced.convention.check(batch) == []
+    batch = change(model, optimizer, batch)
+    weights = model[0].weight.clone()
+    with pytest.raises(CaptureError, match=CHANGES[change]):
+        traced.run(batch)
+    assert torch.equal(weights, model[0].weight)

@@ -1,0 +1,141 @@
+"""`sqrtn`: where it cuts, and what it keeps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.synthetic import Network, accumulation, chain, residual_tower, unet
+from planner.ir import Graph, Phase
+from planner.plan import Plan, Run, RunKind, candidates, lower, temporaries
+from planner.solve import Problem, Status, solve
+from strategies.sqrtn import SqrtN
+from tests.graphs import networks
+from tests.small import names
+
+
+def dropped(graph: Graph, **options) -> list[str]:
+    return names(graph, solve(Problem(graph=graph, budget_bytes=1), SqrtN(**options)).dropped)
+
+
+def test_equal_layers_are_cut_into_equal_segments_and_only_cuts_and_the_last_segment_are_kept():
+    # 9 layers, 3 segments: f0 f1 [f2] | f3 f4 [f5] | f6 f7 f8, whose backward comes first.
+    assert dropped(chain(9), segments=3) == ["f0", "f1", "f3", "f4"]
+
+
+def test_segments_are_weighed_by_bytes():
+    net = Network("heavy-start")
+    x = net.x
+    for i, nbytes in enumerate((400, 400, 100, 100, 100, 100)):
+        x = net.layer(f"f{i}", [x], nbytes)
+    # Half of the 1200 bytes are reached within f1, so the cut lies behind it, not behind f2.
+    assert dropped(net.graph(net.layer("loss", [x], 1)), segments=2, snap=False) == ["f0"]
+
+
+def uneven() -> Graph:
+    """Six layers of 100 bytes, with a narrow one beside the middle."""
+    net = Network("uneven")
+    x = net.x
+    for i, nbytes in enumerate((100, 100, 100, 100, 10, 100, 100)):
+        x = net.layer(f"f{i}", [x], nbytes)
+    return net.graph(net.layer("loss", [x], 1))
+
+
+def test_a_cut_snaps_to_where_the_fewest_bytes_cross():
+    # 610 bytes: the middle falls into f3; one step further only the 10 bytes of f4 cross.
+    assert dropped(uneven(), segments=2, snap=False) == ["f0", "f1", "f2"]
+    assert dropped(uneven(), segments=2) == ["f0", "f1", "f2", "f3"]
+
+
+def test_a_skip_that_crosses_a_cut_is_kept():
+    graph = unet(3)
+    gone = dropped(graph, segments=3, snap=False)
+    assert "pool0" in gone
+    # The skips are read again on the way up, behind the cuts.
+    assert not {"act0", "act1", "act2"} & set(gone)
+
+
+def test_one_segment_is_the_whole_forward_and_drops_nothing():
+    assert dropped(chain(9), segments=1) == []
+
+
+def test_more_segments_than_layers_drop_nothing_that_a_cut_follows():
+    assert dropped(chain(4), segments=50) == []
+
+
+@pytest.mark.parametrize("segments", [0, -1])
+def test_less_than_one_segment_is_refused(segments):
+    with pytest.raises(ValueError, match=f"segments={segments}: there must be at least one"):
+        SqrtN(segments=segments)
+
+
+def test_every_round_of_an_accumulation_has_segments_of_its_own():
+    gone = dropped(accumulation(2, 9), segments=3)
+    assert gone == [f"r{r}_f{i}" for r in (0, 1) for i in (0, 1, 3, 4)]
+
+
+def test_a_chain_of_n_layers_comes_down_to_about_two_roots_of_n():
+    graph = chain(64)
+    solution = solve(Problem(graph=graph, budget_bytes=1), SqrtN())
+    # 64 layers of 100 bytes unplanned; √64 segments leave 8 cuts and one segment of 8, and a few gradients.
+    assert solution.timeline.peak_bytes < 20 * 100
+    assert solution.timeline.reruns < 64
+
+
+def test_where_everything_fits_nothing_is_dropped():
+    graph = residual_tower(2)
+    peak = Problem(graph=graph, budget_bytes=1).unplanned.peak_bytes
+    assert SqrtN().plan(Problem(graph=graph, budget_bytes=peak)) == Plan()
+    assert SqrtN().plan(Problem(graph=graph, budget_bytes=peak - 1)) != Plan()
+
+
+@settings(max_examples=40, deadline=None)
+@given(networks(), st.floats(0, 1), st.booleans())
+def test_the_search_is_never_worse_than_the_square_root_itself(graph, share, snap):
+    base = Problem(graph=graph, budget_bytes=1).unplanned
+    problem = Problem(graph=graph, budget_bytes=max(1, int(share * base.peak_bytes)))
+    n = max((len([s for s in candidates(graph) if graph.ops[graph.maker[s]].round == r]) for r in (0, 1)), default=0)
+    found = solve(problem, SqrtN(snap=snap))
+    root = solve(problem, SqrtN(segments=max(2, math.isqrt(n)), snap=snap))
+    if root.status is Status.FITS:
+        assert found.status is Status.FITS
+        assert found.timeline.recompute_us <= root.timeline.recompute_us
+    else:
+        assert found.status is Status.FITS or found.timeline.peak_bytes <= root.timeline.peak_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(networks(), st.integers(2, 6), st.booleans())
+def test_what_is_dropped_is_read_in_the_forward_only_by_its_own_segment(graph, segments, snap):
+    plan = SqrtN(segments=segments, snap=snap).plan(Problem(graph=graph, budget_bytes=1))
+    gone = {e.storage for e in plan.evictions}
+    for r in (0, 1):
+        forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD and op.round == r]
+        spans = {
+            s: (graph.maker[s], graph.liveness[s].idle_after or graph.liveness[s].last_fw_access or graph.maker[s])
+            for s in (*candidates(graph), *temporaries(graph))
+            if graph.maker[s] in forward and s in gone
+        }
+        # Places that no dropped storage reaches across: a round in k segments has at most k of these runs.
+        free = [op for op in forward if not any(made <= op < last for made, last in spans.values())]
+        inside = [op for op in forward if op in {made for made, _ in spans.values()}]
+        groups = {next((f for f in free if f >= op), None) for op in inside}
+        assert len(groups) <= max(len(free), 1)
+        if inside and segments > 1:
+            assert groups, "dropped storages without a cut behind them"
+
+
+def test_a_segment_is_recomputed_as_a_whole_before_its_backward():
+    graph = chain(9)
+    problem = Problem(graph=graph, budget_bytes=1)
+    steps = lower(graph, SqrtN(segments=3).plan(problem)).steps
+    runs = [(graph.ops[s.op].name, s.kind is RunKind.RERUN) for s in steps if isinstance(s, Run)]
+    backward = runs[runs.index(("loss_bw", False)) :]
+    assert [name for name, _ in backward] == [
+        *("loss_bw", "f8_bw", "f7_bw", "f6_bw"),
+        *("f3", "f4", "f5_bw", "f4_bw", "f3_bw"),
+        *("f0", "f1", "f2_bw", "f1_bw", "f0_bw"),
+    ]
