@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from planner.ir import Graph, Role
+from planner.ir import Graph, Phase, Role
 from planner.plan import Plan, Run, RunKind, Schedule, candidates, cannot_drop, rerun_reads, temporaries
 from planner.units import human_bytes
 
@@ -93,12 +93,18 @@ class _Explainer:
         if choice is Choice.NOT_A_CHOICE:
             if storage in self.temporaries:
                 return "the backward never reads it"
-            return cannot_drop(graph, storage) or "its inputs change before it could be recomputed, or it never idles"
+            return cannot_drop(graph, storage) or self._why_no_candidate(storage)
         assert live.idle_after is not None
         assert live.idle_until is not None
         idle = f"idle from {graph.ops[live.idle_after].name} to {graph.ops[live.idle_until].name}"
         verb = "dropped" if choice is Choice.RECOMPUTE else "kept"
         return f"{verb}: {size} {idle}, {cost:.0f} µs to recompute"
+
+    def _why_no_candidate(self, storage: int) -> str:
+        made = self.graph.maker[storage]
+        if made is not None and self.graph.ops[made].phase is not Phase.FORWARD:
+            return f"made by the {self.graph.ops[made].phase.value} itself, used soon after"
+        return "what it is computed from changes before it could be recomputed"
 
 
 def residency(graph: Graph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.optim import LBFGS, Optimizer
 
 from planner.ir import Graph
+from profiler import updates
 from profiler.convention import Convention
 from profiler.errors import CaptureError
 from profiler.functional import clean
@@ -39,19 +40,39 @@ class TracedStep:
         return self.convention.call(self.module, batch)
 
 
-def capture(train_step: TrainStep, model: nn.Module, optimizer: Optimizer, batch: Any, *, name: str = "") -> TracedStep:
-    """One graph of `train_step(model, optimizer, batch)`; changes nothing, or raises CaptureError."""
+def capture(
+    train_step: TrainStep,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    name: str = "",
+    free_gradients: bool = False,
+    early_updates: bool = False,
+) -> TracedStep:
+    """One graph of `train_step(model, optimizer, batch)`; changes nothing, or raises CaptureError.
+
+    `free_gradients` ends the step with every `.grad` at None. `early_updates` applies each parameter's update as
+    soon as its gradient is complete; it needs the optimizer inside the graph.
+    """
     if isinstance(optimizer, LBFGS):
         raise CaptureError("LBFGS evaluates the loss anew inside its step: that is not one graph")
     trace = trace_step(train_step, model, optimizer, batch)
     clean(trace.module)
-    lifted = lift(trace.module, trace.convention, name=name or type(model).__name__)
+    convention = trace.convention
+    if free_gradients:
+        convention = updates.free_gradients(trace.module, convention)
+    if early_updates:
+        if trace.opaque_reason:
+            raise CaptureError(f"early updates need the optimizer inside the graph: {trace.opaque_reason}")
+        updates.update_early(trace.module)
+    lifted = lift(trace.module, convention, name=name or type(model).__name__)
     return TracedStep(
         graph=lifted.graph,
         module=trace.module,
         nodes=lifted.nodes,
         value_nodes=lifted.value_nodes,
-        convention=trace.convention,
+        convention=convention,
         gradients=lifted.gradients,
         opaque_reason=trace.opaque_reason,
     )

@@ -35,6 +35,8 @@ def checkpoint(
     verify: bool | int = False,
     in_place: bool = True,
     most_shapes: int = 8,
+    free_gradients: bool = False,
+    early_updates: bool = False,
     show_progress: bool = True,
 ) -> CheckpointedStep:
     """A drop-in for `train_step(model, optimizer, batch)` whose peak memory stays within `budget`.
@@ -43,7 +45,9 @@ def checkpoint(
     before it ("60%"). `strategy` is a name from the registry with its options, or an object; `plan` is a file
     that `CheckpointedStep.save` wrote, used instead. `verify` runs both versions for three steps (or as many as
     it says) and raises VerificationError at the first bit that differs. `most_shapes` bounds how many shapes of
-    batch are kept captured. Raises OverBudget if no plan fits; nothing has been changed then.
+    batch are kept captured. `free_gradients` ends each step with `.grad` at None, so that gradients go as early
+    as they can; `early_updates` applies each parameter's update as soon as its gradient is complete. Raises
+    OverBudget if no plan fits; nothing has been changed then.
     """
     chosen = strategies.make(strategy) if isinstance(strategy, str) else strategy
     settings = Settings(
@@ -55,6 +59,8 @@ def checkpoint(
         plan_file=plan,
         verify_steps=3 if verify is True else int(verify),
         most_shapes=most_shapes,
+        free_gradients=free_gradients,
+        early_updates=early_updates,
         show_progress=show_progress,
     )
     step = CheckpointedStep(train_step, model, optimizer, settings)

@@ -45,6 +45,8 @@ class Settings:
     plan_file: str | Path | None
     verify_steps: int
     most_shapes: int
+    free_gradients: bool
+    early_updates: bool
     show_progress: bool
 
 
@@ -143,7 +145,14 @@ class CheckpointedStep:
     def prepare(self, batch: Any) -> Prepared:
         """Capture, measure, plan and rewrite for `batch`; OverBudget before anything is changed."""
         settings = self._settings
-        traced = capture(self._train_step, self._model, self._optimizer, batch)
+        traced = capture(
+            self._train_step,
+            self._model,
+            self._optimizer,
+            batch,
+            free_gradients=settings.free_gradients,
+            early_updates=settings.early_updates,
+        )
         traced = measure(traced, batch, show_progress=settings.show_progress).traced
         solution = self._solve(traced)
         assert solution.schedule is not None
@@ -183,6 +192,7 @@ class CheckpointedStep:
             batch,
             predicted_peak_bytes=timeline.above_start_bytes,
             unread_gradients=[slot.tensor() for slot in convention.dropped],
+            compare_gradients=not self._settings.free_gradients,
             steps=self._settings.verify_steps,
         )
         if not found.exact:

@@ -32,4 +32,4 @@ def _expensive(graph: Graph, storage: int) -> bool:
     made = graph.maker[storage]
     assert made is not None
     words = graph.ops[made].target.replace("_", ".").split(".")
-    return any(word.startswith(EXPENSIVE) or word.endswith("mm") for word in words)
+    return any((word.startswith(EXPENSIVE) and word != "convert") or word.endswith("mm") for word in words)

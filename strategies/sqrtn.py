@@ -79,6 +79,8 @@ class _Round:
             self._span(s) for s in (*self.activations, *temporaries(graph)) if graph.maker[s] in self.position
         ]
         self.crossing = self._crossing()
+        # Behind the last position that anything crosses lies no segment, so a cut there would cut nothing off.
+        self.last = max((p for p, nbytes in enumerate(self.crossing) if nbytes), default=0)
         self.saved = self._saved()
 
     def _span(self, storage: int) -> tuple[int, int, int]:
@@ -104,13 +106,13 @@ class _Round:
     def cuts(self, segments: int, *, snap: bool) -> tuple[int, ...]:
         """At most `segments - 1` positions that divide the activation bytes evenly."""
         total = self.saved[-1] if self.saved else 0
-        places = (bisect_left(self.saved, total * i / segments) for i in range(1, segments))
+        places = (min(bisect_left(self.saved, total * i / segments), self.last) for i in range(1, segments))
         half = max(1, len(self.position) // (2 * segments))
         return tuple(sorted({self._cheapest_near(p, half) if snap else p for p in places}))
 
     def _cheapest_near(self, position: int, half: int) -> int:
-        low, high = max(0, position - half), min(len(self.position), position + half + 1)
-        return min(range(low, high), key=lambda p: (self.crossing[p], abs(p - position)))
+        low, high = max(0, position - half), min(self.last, position + half)
+        return min(range(low, high + 1), key=lambda p: (self.crossing[p], abs(p - position)))
 
     def kept(self, cuts: tuple[int, ...]) -> list[int]:
         return [s for s, made, last in self.spans if _crosses(cuts, made, last)]

@@ -12,7 +12,7 @@ from bench.synthetic import Network, accumulation, chain, residual_tower, unet
 from planner.ir import Graph, Phase
 from planner.plan import Plan, Run, RunKind, candidates, lower, temporaries
 from planner.solve import Problem, Status, solve
-from strategies.sqrtn import SqrtN
+from strategies.sqrtn import SqrtN, _Forward
 from tests.graphs import networks
 from tests.small import names
 
@@ -62,8 +62,20 @@ def test_one_segment_is_the_whole_forward_and_drops_nothing():
     assert dropped(chain(9), segments=1) == []
 
 
-def test_more_segments_than_layers_drop_nothing_that_a_cut_follows():
-    assert dropped(chain(4), segments=50) == []
+@pytest.mark.parametrize("snap", [True, False])
+def test_no_cut_lies_behind_the_last_segment_however_many_are_asked_for(snap):
+    # Every layer is followed by a cut, the last one before the loss included: nothing is left to drop.
+    assert dropped(chain(4), segments=50, snap=snap) == []
+
+
+@pytest.mark.parametrize("snap", [True, False])
+def test_a_heavy_end_is_no_reason_to_drop_the_last_segment(snap):
+    net = Network("heavy-end")
+    x = net.x
+    for i, nbytes in enumerate((10, 10, 10, 10, 1000)):
+        x = net.layer(f"f{i}", [x], nbytes)
+    graph = net.graph(net.layer("loss", [x], 1))
+    assert "f4" not in dropped(graph, segments=2, snap=snap)
 
 
 @pytest.mark.parametrize("segments", [0, -1])
@@ -107,25 +119,22 @@ def test_the_search_is_never_worse_than_the_square_root_itself(graph, share, sna
         assert found.status is Status.FITS or found.timeline.peak_bytes <= root.timeline.peak_bytes
 
 
-@settings(max_examples=40, deadline=None)
-@given(networks(), st.integers(2, 6), st.booleans())
-def test_what_is_dropped_is_read_in_the_forward_only_by_its_own_segment(graph, segments, snap):
-    plan = SqrtN(segments=segments, snap=snap).plan(Problem(graph=graph, budget_bytes=1))
+@settings(max_examples=60, deadline=None)
+@given(networks(), st.integers(1, 6), st.booleans())
+def test_what_crosses_a_cut_and_the_last_segment_are_kept_and_all_else_is_dropped(graph, segments, snap):
+    plan = _Forward(graph).plan(segments, snap=snap)
     gone = {e.storage for e in plan.evictions}
-    for r in (0, 1):
-        forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD and op.round == r]
-        spans = {
-            s: (graph.maker[s], graph.liveness[s].idle_after or graph.liveness[s].last_fw_access or graph.maker[s])
-            for s in (*candidates(graph), *temporaries(graph))
-            if graph.maker[s] in forward and s in gone
-        }
-        # Places that no dropped storage reaches across: a round in k segments has at most k of these runs.
-        free = [op for op in forward if not any(made <= op < last for made, last in spans.values())]
-        inside = [op for op in forward if op in {made for made, _ in spans.values()}]
-        groups = {next((f for f in free if f >= op), None) for op in inside}
-        assert len(groups) <= max(len(free), 1)
-        if inside and segments > 1:
-            assert groups, "dropped storages without a cut behind them"
+    for number, line in enumerate(_Forward(graph).rounds):
+        forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD and op.round == number]
+        cuts = [forward[p] for p in line.cuts(segments, snap=snap)]
+        assert len(cuts) < max(segments, 2)
+        for s in (*candidates(graph), *temporaries(graph)):
+            if graph.maker[s] not in forward:
+                continue
+            last = max((r for r in graph.readers[s] if r in forward), default=graph.maker[s])
+            crosses = any(graph.maker[s] <= cut < last for cut in cuts)
+            in_last_segment = all(graph.maker[s] > cut for cut in cuts)
+            assert (s in gone) is not (crosses or in_last_segment)
 
 
 def test_a_segment_is_recomputed_as_a_whole_before_its_backward():
