@@ -214,8 +214,16 @@ class Incremental:
         chain = self._chains.get(stage)
         if not chain and not self._intricate[stage]:
             return self._plain_local[stage]
-        runs = [*(chain or ()), stage]
-        live = peak = 0
+        return max(0, *(nbytes for _, nbytes in self._run_bytes(stage)))
+
+    def busiest_run(self, stage: int) -> int:
+        """The op whose run in `stage` sees the most bytes: the stage's own op, or a rerun placed before it."""
+        return max(reversed(self._run_bytes(stage)), key=lambda run: run[1])[0]
+
+    def _run_bytes(self, stage: int) -> list[tuple[int, int]]:
+        """Per run of a stage: its op, and the bytes live during it above what is carried into the stage."""
+        runs = [*self._chains.get(stage, ()), stage]
+        live, seen = 0, []
         for op_id, dying in zip(runs, self._deaths(runs, stage), strict=True):
             op = self.graph.ops[op_id]
             into = overwritten(self.graph, op, dying) if self.in_place and dying else None
@@ -223,9 +231,9 @@ class Incremental:
                 live -= self._nbytes[into]
             fresh, copies = self._makes(op, stage)
             live += fresh
-            peak = max(peak, live + copies + op.workspace_bytes)
+            seen.append((op_id, live + copies + op.workspace_bytes))
             live -= sum(self._nbytes[s] for s in dying if s != into)
-        return peak
+        return seen
 
     def _makes(self, op: Op, stage: int) -> tuple[int, int]:
         """Bytes that running `op` in `stage` adds, and bytes of copies that vanish when it returns."""

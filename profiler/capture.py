@@ -50,8 +50,9 @@ def capture(
     free_gradients: bool = False,
     early_updates: bool = False,
 ) -> TracedStep:
-    """One graph of `train_step(model, optimizer, batch)`; changes nothing, or raises CaptureError.
+    """One graph of `train_step(model, optimizer, batch)`, or CaptureError; the user's objects stay as they are.
 
+    The step's Python runs once, here, on stand-ins: what it prints or counts happens now and never again.
     `free_gradients` ends the step with every `.grad` at None. `early_updates` applies each parameter's update as
     soon as its gradient is complete; it needs the optimizer inside the graph.
     """

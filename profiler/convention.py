@@ -169,6 +169,7 @@ class Guards:
     groups: tuple[tuple[Tensor, ...], ...]
     numbers: tuple[tuple[int, str, Any], ...]
     gradients: tuple[tuple[ParamSlot, bool], ...]
+    traced_optimizer: bool
 
     def mismatches(self, optimizer: Optimizer, batch: Any) -> Iterator[str]:
         """What differs from the captured step, one sentence each."""
@@ -183,6 +184,8 @@ class Guards:
             if module.training != training:
                 yield f"module {path or 'model'}.training was {training} and is {module.training}"
         yield from self._group_mismatches(optimizer)
+        if self.traced_optimizer:
+            yield from _untraced(optimizer)
         for param, present in self.gradients:
             if (param.tensor().grad is not None) != present:
                 yield f"{param.name}.grad was {'a tensor' if present else 'None'} when the step began"
@@ -221,6 +224,15 @@ def below_autograd() -> Iterator[None]:
     """
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         yield
+
+
+def _untraced(optimizer: Optimizer) -> Iterator[str]:
+    """What an optimizer inside the graph cannot have, and may have been given since."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        yield "the optimizer was given a step hook"
+    for i, group in enumerate(optimizer.param_groups):
+        if not isinstance(group["lr"], (int, float)):
+            yield f"the learning rate of optimizer group {i} was a number and is a {type(group['lr']).__name__}"
 
 
 # -- the convention -----------------------------------------------------------------------------------------
@@ -292,7 +304,10 @@ class Convention:
             case ParamSlot() | BufferSlot():
                 return slot.tensor()
             case StateSlot():
-                return self.optimizer.state[slot.param.tensor()][slot.key]
+                state = self.optimizer.state[slot.param.tensor()].get(slot.key)
+                if state is None:
+                    raise CaptureError(f"the optimizer has lost its state {slot.name}: capture again")
+                return state
             case GradSlot():
                 return slot.param.tensor().grad
             case RateSlot():

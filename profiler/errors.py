@@ -27,27 +27,26 @@ def is_machinery(filename: str) -> bool:
     return filename.startswith(_MACHINERY) or filename.startswith("<")
 
 
-def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines that led to the error, outside torch and the profiler; of libraries only where it is all there is."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_machinery(f.filename)]
-    # The first is the caller of `capture` or the train step itself: whoever raised it in between is the user's.
-    libraries = sysconfig.get_path("purelib")
-    own = [f for f in frames if not f.filename.startswith(libraries)]
-    return own or frames
-
-
-def _place(frames: list[traceback.FrameSummary]) -> str:
+def _place(frame: traceback.FrameSummary) -> str:
     """`path/file.py:12: code`, relative to the working directory where it lies below it."""
-    if not frames:
-        return "the train step"
-    path = Path(frames[-1].filename)
+    path = Path(frame.filename)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{frames[-1].lineno}: {frames[-1].line}"
+    return f"{shown}:{frame.lineno}: {frame.line}"
+
+
+def _places(error: BaseException) -> str:
+    """The user's own line, and below it the line of the library that it led to."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_machinery(f.filename)]
+    own = [f for f in frames if not f.filename.startswith(sysconfig.get_path("purelib"))] or frames
+    if not own:
+        return "the train step"
+    inside = "" if frames[-1] is own[-1] else f"\n  inside {_place(frames[-1])}"
+    return _place(own[-1]) + inside
 
 
 def explain(error: Exception) -> str:
     """Where tracing stopped, why, and what to do about it."""
-    return f"{_place(_user_frames(error))}\n  {_cause(error)}"
+    return f"{_places(error)}\n  {_cause(error)}"
 
 
 def _cause(error: Exception) -> str:

@@ -75,7 +75,7 @@ class _Lifter:
                     slot = next(slots)
                     if not isinstance(slot, RateSlot):
                         self._add_value(node, producer=None, role=ROLES[type(slot)])
-                case "get_attr":
+                case "get_attr" if isinstance(node.meta.get("val"), Tensor):
                     self._add_value(node, producer=None, role=Role.BUFFER)
                 case "call_function" if not is_getitem(node):
                     self._add_op(node, roles)

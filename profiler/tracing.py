@@ -506,6 +506,7 @@ class _Session:
             training=tuple((path, module, module.training) for path, module in self.model.named_modules()),
             groups=tuple(tuple(group["params"]) for group in groups),
             numbers=tuple((i, key, groups[i].get(key)) for i, key in sorted(baked)),
+            traced_optimizer=not self.opaque_reason,
             gradients=tuple((p, p in read) for p in self.params.values() if p in read or p in self.absent),
         )
 
@@ -522,4 +523,3 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 def _stand_in_rate(group: int) -> float:
     """A number that stands for a group's learning rate in the trace, and for nothing else."""
     return math.ldexp(0.6180339887498949, -group)
-

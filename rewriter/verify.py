@@ -16,6 +16,7 @@ from profiler.keeping import state_kept
 from profiler.meters import meter_for, peak_above_start
 
 StepFunction = Callable[[Any], Any]
+Observed = dict[tuple[str, str], Tensor]
 
 
 class VerificationError(Exception):
@@ -70,44 +71,69 @@ def verify(
 ) -> Verification:
     """Run both from the same state and generator for a few steps; the user's objects stay as they are.
 
-    `eager` and `planned` take a batch and step the same `model` and `optimizer`. Compared are what each step
-    returns, every gradient, and at the end parameters, buffers, optimizer state and the generator. The peak is
-    that of the last step, begun without the `.grad`s of `unread_gradients`, which the step clears anyway.
-    `compare_gradients` is off for a planned step that was told to free them.
+    `eager` and `planned` take a batch and step the same `model` and `optimizer`. `compare_gradients` is off for
+    a planned step that was told to free them.
     """
-    expected, eager_peak = _observe(eager, model, optimizer, batch, steps, unread_gradients)
-    actual, planned_peak = _observe(planned, model, optimizer, batch, steps, unread_gradients)
-    if not compare_gradients:
-        expected, actual = ({k: v for k, v in seen.items() if k[0] != "gradients"} for seen in (expected, actual))
-    mismatch, largest = _compare(expected, actual)
+    expected = observe(eager, model, optimizer, batch, steps=steps, unread_gradients=unread_gradients)
+    actual = observe(planned, model, optimizer, batch, steps=steps, unread_gradients=unread_gradients)
+    return compare(expected, actual, predicted_peak_bytes=predicted_peak_bytes, compare_gradients=compare_gradients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Everything that a few steps leave behind, as copies in main memory, and the peak of the last one.
+
+    The keys are the kind of tensor and its name; the peak is above what was live before that step.
+    """
+
+    steps: int
+    tensors: dict[tuple[str, str], Tensor]
+    peak_bytes: int
+
+
+def compare(
+    expected: Observation, actual: Observation, *, predicted_peak_bytes: int, compare_gradients: bool = True
+) -> Verification:
+    """What two observations of the same number of steps have in common, bit by bit."""
+    skipped = () if compare_gradients else ("gradients",)
+    a, b = ({k: v for k, v in seen.tensors.items() if k[0] not in skipped} for seen in (expected, actual))
+    mismatch, largest = _compare(a, b)
     kinds: dict[str, int] = {}
-    for kind, _ in expected:
+    for kind, _ in a:
         kinds[kind] = kinds.get(kind, 0) + 1
     return Verification(
-        steps=steps,
+        steps=expected.steps,
         compared=tuple(kinds.items()),
         largest_difference=largest,
         first_mismatch=mismatch,
-        eager_peak_bytes=eager_peak,
-        measured_peak_bytes=planned_peak,
+        eager_peak_bytes=expected.peak_bytes,
+        measured_peak_bytes=actual.peak_bytes,
         predicted_peak_bytes=predicted_peak_bytes,
     )
 
 
-Observed = dict[tuple[str, str], Tensor]
+def observe(
+    step: StepFunction,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    steps: int,
+    unread_gradients: Sequence[Tensor] = (),
+) -> Observation:
+    """Step a few times and put everything back.
 
-
-def _observe(
-    step: StepFunction, model: nn.Module, optimizer: Optimizer, batch: Any, steps: int, unread: Sequence[Tensor]
-) -> tuple[Observed, int]:
-    """Everything a few steps leave behind, as copies in main memory, and the peak of the last step."""
+    Seen are what each step returns, every gradient after it, and at the end parameters, buffers, optimizer
+    state and the generators. The peak is that of the last step, begun without the `.grad`s of
+    `unread_gradients`, which the step clears anyway.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     seen: Observed = {}
     returned: list[Any] = []
     with state_kept(model, optimizer):
         for i in range(steps - 1):
             _take(seen, i, step(batch), model)
-        for p in unread:
+        for p in unread_gradients:
             p.grad = None
         peak = peak_above_start(meter_for(device), lambda: returned.append(step(batch)))
         _take(seen, steps - 1, returned.pop(), model)
@@ -116,7 +142,7 @@ def _observe(
         seen["generators", "CPU generator"] = torch.get_rng_state()
         if device.type == "cuda":
             seen["generators", "CUDA generator"] = torch.cuda.get_rng_state(device)
-    return seen, peak
+    return Observation(steps=steps, tensors=seen, peak_bytes=peak)
 
 
 def _take(seen: Observed, i: int, returned: Any, model: nn.Module) -> None:

@@ -134,44 +134,45 @@ class Search:
     # -- the program ------------------------------------------------------------------------------------------
 
     def _optimise(self) -> None:
-        budget, less = self.problem.budget_bytes, dict[int, int]()
-        seen: set[frozenset[int]] = set()
+        budget = target = self.problem.budget_bytes
         for _ in range(ROUNDS):
             if self._proven() or self._left_s() <= 0:
                 break
             program = self.work.program()
-            tight = [less.get(moment, 0) for moment in program.moments]
-            model = program.at(budget, less=tight)
-            answer = solve_model(model, self.options.solver, time_limit_s=self._left_s(), gap=self.options.gap / 2)
+            answer = solve_model(
+                program.at(target), self.options.solver, time_limit_s=self._left_s(), gap=0.9 * self.options.gap
+            )
             self.cut_off |= answer.outcome is Outcome.CUT_OFF
-            if not any(tight):
+            if target == budget:
                 self.bound_us = max(self.bound_us, answer.bound)
                 self.impossible |= answer.outcome is Outcome.INFEASIBLE
             if answer.point is None:
                 break
-            kept = frozenset(program.kept(answer.point))
-            state = self.work.state(kept)
+            state = self.work.state(program.kept(answer.point))
             self._offer_state(state, "MILP")
-            grown = self._add_rows(state, less)
-            self._polish(state, "polish")
-            if not grown or kept in seen:
+            over = state.stage_bytes() - budget
+            if over.max() <= 0 and (target == budget or self._proven()):
                 break
-            seen.add(kept)
+            if self._count_there(state, over):
+                target = budget
+            else:
+                target -= max(int(over.max()), budget // 10000)
+            if not self._proven() and over.max() <= self.work.step_bytes // 50:
+                self._polish(state, "polish")
         self.cut_off |= self._left_s() <= 0 and not self._proven()
 
-    def _add_rows(self, state: Incremental, less: dict[int, int]) -> bool:
-        """Where the exact simulator finds too much: count memory there, or take the excess off that row."""
-        over = state.stage_bytes() - self.problem.budget_bytes
-        if over.max() <= 0:
-            return False
-        peaks = _worst(over, MOMENTS_A_ROUND)
-        new = [j for j in peaks if j not in self.work.moments]
-        if new:
-            self.work.moments.update(new)
-            return True
-        for j in peaks:
-            less[j] = less.get(j, 0) + int(over[j])
-        return True
+    def _count_there(self, state: Incremental, over: npt.NDArray[np.int64]) -> bool:
+        """Count memory where the exact simulator finds too much; False if it is all counted already."""
+        grown = False
+        for j in _worst(over, MOMENTS_A_ROUND):
+            q = state.busiest_run(j)
+            if q == j and j not in self.work.moments:
+                self.work.moments.add(j)
+                grown = True
+            elif q != j and (j, q) not in self.work.inner and q in self.work.reduction.root:
+                self.work.inner.add((j, q))
+                grown = True
+        return grown
 
     def _polish(self, state: Incremental, who: str) -> None:
         polish = Polish(
@@ -214,8 +215,9 @@ class Work:
         self.graph = problem.graph
         self.in_place = problem.in_place
         self.step_bytes = problem.unplanned.above_start_bytes
-        self.moments: set[int] = set()
-        self._program: StagedProgram | None = None
+        self.moments: set[int] = set()  # where the program counts memory: at ops, and
+        self.inner: set[tuple[int, int]] = set()  # during the rerun of an op placed before another
+        self._program: tuple[int, StagedProgram] | None = None
 
     @cached_property
     def reduction(self) -> Reduction:
@@ -229,9 +231,10 @@ class Work:
         """The program for the moments known by now."""
         if not self.moments:
             self.moments.update(first_moments(self.reduction, self.in_place))
-        if self._program is None or self._program.moments != sorted(self.moments):
-            self._program = StagedProgram(self.reduction, self.moments)
-        return self._program
+        size = len(self.moments) + len(self.inner)  # both only ever grow
+        if self._program is None or self._program[0] != size:
+            self._program = size, StagedProgram(self.reduction, self.moments, self.inner)
+        return self._program[1]
 
     def state(self, kept: Iterable[int]) -> Incremental:
         """The exact state in which `kept` of the blocks are held."""

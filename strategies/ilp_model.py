@@ -11,12 +11,13 @@ a lower bound for that class.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from planner.plan import rerun_reads
 from strategies.ilp_reduce import NEVER, Anchor, Block, Node, Reduction
 
 Floats = npt.NDArray[np.float64]
@@ -72,11 +73,16 @@ ZERO, ONE = Linear(), Linear(1.0)
 
 
 class StagedProgram:
-    """The program for one set of moments; `at(budget)` gives it as arrays for one budget."""
+    """The program for one set of moments; `at(budget)` gives it as arrays for one budget.
 
-    def __init__(self, reduction: Reduction, moments: Iterable[int]) -> None:
+    An *inner* moment (j, q) counts memory during a rerun of op q placed just before op j: it makes j - 1 and j
+    moments too, so that one stage holds exactly the reruns before j.
+    """
+
+    def __init__(self, reduction: Reduction, moments: Iterable[int], inner: Iterable[tuple[int, int]] = ()) -> None:
         self.reduction = reduction
-        self.moments = sorted(set(moments))
+        self.inner = sorted(set(inner))
+        self.moments = sorted({*moments, *(j for j, _ in self.inner), *(max(0, j - 1) for j, _ in self.inner)})
         self.tail = len(self.moments)
         self.cost: list[float] = []
         self.integer: list[bool] = []
@@ -91,17 +97,16 @@ class StagedProgram:
             self._tie(node)
         fixed = fixed_bytes(reduction)
         self.memory = [self._memory(k, fixed) for k in range(len(self.moments))]
+        self.memory += [self._inner_memory(j, q) for j, q in self.inner]
 
     # -- what is asked ----------------------------------------------------------------------------------------
 
-    def at(self, budget_bytes: int, *, less: Sequence[int] | None = None) -> SparseModel:
-        """The program under a budget; `less[k]` bytes are taken off it at moment k (then it bounds nothing)."""
+    def at(self, budget_bytes: int) -> SparseModel:
+        """The program under a budget."""
         unit = max(1.0, budget_bytes / 1e3)
         rows = list(self.rows)
-        for k, memory in enumerate(self.memory):
-            limit = budget_bytes - (less[k] if less is not None else 0)
-            room = (limit - memory.constant) / unit
-            rows.append(({v: -c / unit for v, c in memory.terms.items()}, -room))
+        for memory in self.memory:
+            rows.append(({v: -c / unit for v, c in memory.terms.items()}, (memory.constant - budget_bytes) / unit))
         return self._sparse(rows)
 
     def kept(self, solution: Floats) -> set[int]:
@@ -248,15 +253,14 @@ class StagedProgram:
         held = self._held[key] = self._fresh()
         maker = block.maker
         for w in readers:
-            rest = total((1.0, self.a(w, self.tail)), (-1.0, self.a(w, k)), (-1.0, ONE))
-            sources = [total((1.0, self.k(block.storage)), (1.0, self.a(maker, k)))]
+            for until in (k + 1, self.tail):
+                # A rerun in between reads what is held now, or what is recomputed in between.
+                soon = total((1.0, self.a(w, until)), (-1.0, self.a(w, k)))
+                again = total((1.0, self.a(maker, until)), (-1.0, self.a(maker, k)))
+                self._at_least(total((1.0, held), (1.0, again)), soon)
             if not self._lone(block):
-                sources = [self.k(block.storage), self.a(maker, k)]
-            for source in sources:
-                self._at_least(held, total((1.0, source), (1.0, rest)))
-            soon = total((1.0, self.a(w, k + 1)), (-1.0, self.a(w, k)))
-            again = total((1.0, self.a(maker, k + 1)), (-1.0, self.a(maker, k)))
-            self._at_least(total((1.0, held), (1.0, again)), soon)
+                rest = total((1.0, self.a(w, self.tail)), (-1.0, self.a(w, k)), (-1.0, ONE))
+                self._at_least(held, total((1.0, self.k(block.storage)), (1.0, rest)))
         if k > 0 and self.moments[k - 1] >= block.made:
             before = self.live(block, k - 1)
             made = total((1.0, self.a(maker, k)), (-1.0, self.a(maker, k - 1)))
@@ -292,6 +296,52 @@ class StagedProgram:
                 memory.add(waiting, state)
         memory.add(overwrite_credit(self, position), -1.0)
         return memory
+
+    # -- memory during a rerun ----------------------------------------------------------------------------------
+
+    def _inner_memory(self, position: int, op: int) -> Linear:
+        """Bytes while `op` is rerun just before `position`; without that rerun, part of what is live there anyway."""
+        graph, reduction, k = self.reduction.graph, self.reduction, self.stage(position)
+        root = reduction.root[op]
+        rerun = total((1.0, self.a(root, k)), (-1.0, self.a(root, k - 1)))
+        reads = dict.fromkeys(graph.values[v].storage for v in rerun_reads(graph.ops[op]))
+        memory = Linear(float(carried_bytes(reduction, position)))
+        for block in reduction.blocks.values():
+            memory.add(self._live_before(block, k, op, rerun if block.storage in reads else None), block.nbytes)
+        transient = graph.ops[op].workspace_bytes + sum(graph.storages[s].nbytes for s in graph.makes[op])
+        transient += sum(graph.storages[s].nbytes for s in reads if s in reduction.merged)
+        if graph.ops[op].overwritable and graph.makes[op]:
+            transient -= min(transient, max(graph.storages[s].nbytes for s in graph.makes[op]))
+        return memory.add(rerun, float(transient))
+
+    def _live_before(self, block: Block, k: int, op: int, read: Linear | None) -> Linear:
+        """How much of a block is resident while `op` is rerun in stage k, which is a single position."""
+        position = self.moments[k]
+        if position <= block.made:
+            return ZERO
+        if position <= block.freed or block.first < position <= block.last:
+            return ONE
+        before = self.a(block.maker, k - 1)
+        if position <= block.first != NEVER:
+            return self._awaited(block, k if block.maker < op else k - 1)
+        if read is not None:
+            return read
+        held = self._lingering(block, k)
+        if held is ZERO or block.maker < op:
+            return held
+        return total((1.0, held), (1.0, before), (-1.0, self.a(block.maker, k)))
+
+
+def carried_bytes(reduction: Reduction, position: int) -> int:
+    """Bytes that lie there from before `position` to its op, whatever is decided."""
+    graph, small = reduction.graph, set(reduction.small)
+    carried = graph.start_bytes
+    for storage in graph.storages:
+        made = graph.maker[storage.id]
+        if made is not None and made < position and storage.id not in reduction.blocks:
+            first, last = _fixed_span(reduction, storage.id, made, small)
+            carried += storage.nbytes if first < position <= last else 0
+    return carried
 
 
 def fixed_bytes(reduction: Reduction) -> Ints:

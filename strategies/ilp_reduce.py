@@ -7,9 +7,10 @@ ops after the backward need no case of their own: all follows from where a stora
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.ir import Graph
-from planner.plan import NEVER_STAGE, candidates, idle_after, rerun_reads, temporaries
+from planner.plan import NEVER_STAGE, candidates, idle_after, rerun_reads, rerun_stages, temporaries
 
 # Storages at most this share of what the step adds to its start are always kept (see `Reduction.small`).
 SMALL_SHARE = 1e-4
@@ -77,6 +78,11 @@ class Reduction:
     anchors: tuple[Anchor, ...]
     small: tuple[int, ...]
     merged: tuple[int, ...]
+
+    @cached_property
+    def root(self) -> dict[int, int]:
+        """Per op that may be rerun: the node that it is part of."""
+        return {op: node.op for node in self.nodes.values() for op in node.merged}
 
     def dropped(self, kept: set[int]) -> list[int]:
         """The dropped storages of the plan that keeps `kept` of the blocks."""
@@ -194,19 +200,20 @@ class _Reducer:
         parts: dict[int, list[int]] = {}
         for op in self.outputs:
             parts.setdefault(self._root(op), []).append(op)
-        earliest: dict[int, int] = {}  # node -> first position that can ask for it
+        # With everything dropped, small storages too, every op is asked for as early as it ever can be.
+        earliest = rerun_stages(self.graph, {*self.freed, *self.small})
+        wanted: set[int] = set()
         direct: dict[int, int] = {}
         nodes: dict[int, Node] = {}
         for root in sorted(parts, reverse=True):
             own = min((self.needs.get(v, NEVER) for v in self.outputs[root]), default=NEVER)
             direct[root] = min(direct.get(root, NEVER), own)
-            earliest[root] = min(earliest.get(root, NEVER), own)
-            if earliest[root] == NEVER:
+            if own == NEVER and root not in wanted:
                 continue
             node = self._node(root, parts[root], direct[root], earliest[root])
             nodes[root] = node
             for maker, storage in node.sources:
-                earliest[maker] = min(earliest.get(maker, NEVER), node.earliest)
+                wanted.add(maker)
                 if storage in node.blocks:  # a view that costs time, in the storage it is a view of
                     direct[maker] = min(direct.get(maker, NEVER), node.direct)
         return dict(sorted(nodes.items()))

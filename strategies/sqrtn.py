@@ -40,10 +40,11 @@ class SqrtN:
         return min(plans, key=lambda plan: _preference(problem.timeline(plan), problem.budget_bytes))
 
 
-def _preference(timeline: Timeline, budget_bytes: int) -> tuple[bool, float, int]:
+def _preference(timeline: Timeline, budget_bytes: int) -> tuple[bool, float, float]:
     """Plans that fit come first, the cheapest of them leading; then the others by their peak."""
     over = timeline.peak_bytes > budget_bytes
-    return over, timeline.peak_bytes if over else timeline.recompute_us, timeline.peak_bytes
+    peak, cost = timeline.peak_bytes, timeline.recompute_us
+    return (over, peak, cost) if over else (over, cost, peak)
 
 
 class _Forward:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from bench.synthetic import Network, batch_norm, dropout
 from planner.ir import Graph, Phase, Rerun, Role
 from planner.plan import candidates
 
-_KINDS = ("plain", "plain", "plain", "view", "batch_norm", "dropout", "multi", "never", "overwrite", "shared")
+_KINDS = (
+    "plain",
+    "plain",
+    "plain",
+    "view",
+    "foreign_view",
+    "batch_norm",
+    "dropout",
+    "multi",
+    "never",
+    "overwrite",
+    "shared",
+)
 
 
 @st.composite
@@ -35,6 +49,10 @@ def _random_layer(draw: st.DrawFn, net: Network, name: str, made: list[int], sha
     nbytes, time_us = draw(st.integers(0, 60)), float(draw(st.integers(0, 9)))
     if kind == "view":
         return net.view(name, picks[0])
+    if kind == "foreign_view":
+        value = net.view(name, picks[0])
+        net.build.ops[-1] = replace(net.build.ops[-1], rerun=Rerun.NEVER, never_reason="it calls foreign code")
+        return value
     if kind == "batch_norm":
         return batch_norm(net, name, picks[0], nbytes)
     if kind == "dropout":

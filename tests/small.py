@@ -75,6 +75,18 @@ def viewed() -> Graph:
     return net.graph(net.layer("loss", [net.layer("g", [top], 30)], 1))
 
 
+def viewed_in_backward() -> Graph:
+    """The backward reads f through a view that it makes itself, twice."""
+    b = Builder("viewed-in-backward")
+    f = b.one("f", [b.input("x", 4)], 80, time_us=3.0)
+    b.outputs.append(b.one("loss", [f], 1))
+    first = b.one("loss_bw", [b.input("seed", 1)], 30, **BACKWARD)
+    turned = b.view("turned", f, phase=Phase.BACKWARD)
+    second = b.one("g_bw", [first, turned], 30, **BACKWARD)
+    b.one("f_bw", [second, turned], 4, **BACKWARD)
+    return b.build()
+
+
 def masked() -> Graph:
     """f, a dropout with its mask, and g."""
     net = Network("masked")

@@ -472,8 +472,11 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_nothing_else(saved,
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_a_save_over_an_old_file_replaces_it(saved):
-    residual_tower(1).save(saved)
+def test_a_save_over_an_old_file_replaces_it_and_disturbs_nobody_who_reads_it(saved):
+    before = saved.read_text()
+    with saved.open() as reader:
+        residual_tower(1).save(saved)
+        assert reader.read() == before
     assert Graph.load(saved) == residual_tower(1)
     assert list(saved.parent.iterdir()) == [saved]
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from bench.synthetic import Builder, chain, residual_tower
 from planner.errors import FileFormatError, PlanError
+from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
 from planner.plan import (
     BoundClass,
@@ -28,6 +29,7 @@ from planner.plan import (
     with_bound,
     write_csv,
 )
+from planner.simulator import simulate
 from tests.graphs import networks_with_drops
 from tests.small import (
     BACKWARD,
@@ -43,6 +45,7 @@ from tests.small import (
     storages,
     updated_between,
     viewed,
+    viewed_in_backward,
 )
 
 
@@ -220,6 +223,28 @@ def test_views_are_derived_again_from_the_recomputed_storage():
           free flat_bw
           free f_bw
     """)
+
+
+def test_a_view_that_the_backward_itself_makes_is_made_once_in_the_clone():
+    graph = viewed_in_backward()
+    plan = recompute_once(graph, storages(graph, "f"))
+    assert steps(graph, plan) == block("""
+        run f
+        run loss
+          free f
+        run loss_bw
+        run f (rerun)
+        run turned
+        run g_bw
+          free loss_bw
+        run f_bw
+          free f
+          free g_bw
+          free f_bw
+    """)
+    state = Incremental(graph, storages(graph, "f"))
+    timeline = simulate(graph, lower(graph, plan))
+    assert (state.peak()[0], state.recompute_us) == (timeline.peak_bytes, timeline.recompute_us) == (146, 3.0)
 
 
 def test_a_storage_may_be_evicted_twice():
@@ -428,15 +453,18 @@ def test_in_place_forms_can_be_switched_off():
     )
 
 
-def overwriting(*, nbytes: int = 8, twice: bool = False, saved: bool = False, of_input: bool = False) -> Graph:
+def overwriting(
+    *, nbytes: int = 8, twice: bool = False, saved: bool = False, of_input: bool = False, unread: bool = False
+) -> Graph:
     """f, and an op g that could write over it (or over the step's own input)."""
     b = Builder("overwriting")
     x = b.input("x", 8)
     source = x if of_input else b.one("f", [x], 8)
     reads = [source, b.view("v", source)] if twice else [source]
     g = b.one("g", reads, nbytes, overwritable=(source,))
-    b.outputs.append(b.one("loss", [g], 1))
-    b.one("g_bw", [g, *([source] if saved else [])], 8, **BACKWARD)
+    read = x if unread else g
+    b.outputs.append(b.one("loss", [read], 1))
+    b.one("g_bw", [read, *([source] if saved else [])], 8, **BACKWARD)
     return b.build()
 
 
@@ -451,10 +479,10 @@ def test_an_op_writes_over_an_input_that_dies_there():
 
 @pytest.mark.parametrize(
     "kept",
-    [{"nbytes": 16}, {"twice": True}, {"saved": True}, {"of_input": True}],
-    ids=["another size", "seen through two inputs", "read later", "outlives the step"],
+    [{"nbytes": 16}, {"twice": True}, {"saved": True}, {"of_input": True}, {"unread": True}],
+    ids=["another size", "two inputs in it", "read later", "outlives the step", "an output nobody reads"],
 )
-def test_an_op_does_not_write_over_an_input_that(kept):
+def test_an_op_does_not_write_over_its_input_where_that_is_illegal_or_useless(kept):
     assert written_over(overwriting(**kept)) == []
 
 

@@ -19,7 +19,7 @@ GPT2 = {
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet", "densenet121"])
 def test_a_captured_image_model_equals_eager(name):
-    assert_captured_equals_eager(lambda: models.ZOO[name](2, image=32, classes=10))
+    assert_captured_equals_eager(lambda: models.ZOO[name](2, image=32, classes=10), steps=2)
 
 
 def test_a_captured_resnet152_equals_eager():

@@ -144,6 +144,7 @@ def test_capture_leaves_lazy_state_to_the_first_step():
     assert set(optimizer.state) == set(model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")  # the scheduler is made after the first step
 @pytest.mark.parametrize("made", [TRACED["sgd momentum"], TRACED["sgd fused"], TRACED["adamw fused"], OPAQUE["adam"]])
 def test_a_scheduler_changes_the_rate_between_steps(made):
     schedulers = {}

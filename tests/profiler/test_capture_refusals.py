@@ -246,7 +246,19 @@ def changed_tree(model, optimizer, batch):
     return list(batch)
 
 
+def changed_hooks(model, optimizer, batch):
+    optimizer.register_step_pre_hook(lambda *args: None)
+    return batch
+
+
+def changed_rate(model, optimizer, batch):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    return batch
+
+
 CHANGES = {
+    changed_hooks: "hook",
+    changed_rate: "is a Tensor",
     changed_group: "parameter groups",
     changed_freeze: "requires_grad",
     changed_mode: "training",

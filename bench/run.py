@@ -1,0 +1,242 @@
+"""Model x strategy x budget to rows: captured, planned, rewritten, proven exact, timed against eager in turn."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import strategies
+from bench.models import Workload
+from bench.report import console
+from bench.workloads import WorkloadSpec
+from planner.plan import Plan, lower
+from planner.simulator import simulate
+from planner.solve import Problem, Solution, Status, solve
+from planner.units import human_bytes, parse_budget
+from profiler.capture import TracedStep, capture
+from profiler.measure import Measured, measure
+from rewriter.apply import apply
+from rewriter.verify import Observation, Verification, compare, observe
+
+PROVEN_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One strategy at one budget on one model. Bytes are of total peak; ratios are to the eager step."""
+
+    model: str
+    strategy: str
+    budget: str
+    status: str
+    budget_bytes: int
+    start_bytes: int
+    eager_peak_bytes: int
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    predicted_overhead: float | None
+    measured_ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    eager_s: float | None
+    dropped: int
+    reruns: int
+    gap: float | None
+    plan_s: float
+    apply_s: float | None
+    exact: bool | None
+    note: str
+
+    @property
+    def step_share(self) -> float | None:
+        """What the planned step adds to memory, relative to eager: 0.5 is half."""
+        if self.measured_peak_bytes is None:
+            return None
+        return (self.measured_peak_bytes - self.start_bytes) / (self.eager_peak_bytes - self.start_bytes)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Measured less predicted peak above the start, relative to measured."""
+        if self.measured_peak_bytes is None or self.predicted_peak_bytes is None:
+            return None
+        above = self.measured_peak_bytes - self.start_bytes
+        return (self.measured_peak_bytes - self.predicted_peak_bytes) / above if above else 0.0
+
+    def data(self) -> dict[str, Any]:
+        """The row as plain data, derived figures included."""
+        return {**asdict(self), "step_share": self.step_share, "prediction_error": self.prediction_error}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The rows of one model, and the solutions behind them, for figures."""
+
+    measured: Measured
+    rows: list[RunRow]
+    solutions: list[Solution]
+
+
+@dataclass(kw_only=True)
+class _Candidate:
+    """One solution on its way to a row."""
+
+    spec: str
+    budget: str
+    solution: Solution
+    call: Callable[[], Any] | None = None
+    apply_s: float | None = None
+    proof: Verification | None = None
+    ratios: list[float] = field(default_factory=list)  # seconds to eager's in the same round
+
+
+def run_comparison(
+    spec: WorkloadSpec, strategy_specs: Sequence[str], budgets: Sequence[str], *, pairs: int, time_limit_s: float
+) -> Comparison:
+    """Everything about one model; progress is shown throughout."""
+    chosen = [(name, strategies.make(name)) for name in strategy_specs]  # bad names fail before the work starts
+    with _progress() as bar:
+        task = bar.add_task("making the model", total=4 + 2 * len(chosen) * len(budgets))
+
+        def tell(text: str) -> None:
+            bar.update(task, advance=1, description=text)
+
+        workload = spec.make()
+        step, model, optimizer, batch = workload
+        tell("capturing the step")
+        traced = capture(step, model, optimizer, batch, name=spec.title)
+        tell("measuring every op")
+        measured = measure(traced, batch, show_progress=False)
+        tell("eager, for comparison")
+        expected = _observe(lambda b: step(model, optimizer, b), workload, traced)
+        candidates = []
+        for budget in budgets:
+            for name, strategy in chosen:
+                tell(f"planning {name} at {budget}")
+                problem = _problem(measured, budget, time_limit_s)
+                found = _Candidate(spec=name, budget=budget, solution=solve(problem, strategy, label=name))
+                candidates.append(found)
+        for found in candidates:
+            tell(f"rewriting and proving {found.spec} at {found.budget}")
+            _prove(found, workload, measured.traced, expected)
+        eager_s = _time(
+            workload, candidates, pairs, lambda i: bar.update(task, description=f"timing, round {i} of {pairs}")
+        )
+    rows = [_row(spec, found, expected, measured, eager_s) for found in candidates]
+    return Comparison(measured=measured, rows=rows, solutions=[found.solution for found in candidates])
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _problem(measured: Measured, budget: str, time_limit_s: float) -> Problem:
+    graph = measured.graph
+    peak = simulate(graph, lower(graph, Plan())).peak_bytes
+    limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak)
+    return Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s)
+
+
+def _observe(step: Callable[[Any], Any], workload: Workload, traced: TracedStep) -> Observation:
+    _, model, optimizer, batch = workload
+    unread = [slot.tensor() for slot in traced.convention.dropped]
+    return observe(step, model, optimizer, batch, steps=PROVEN_STEPS, unread_gradients=unread)
+
+
+def _prove(found: _Candidate, workload: Workload, traced: TracedStep, expected: Observation) -> None:
+    """Rewrite the step and compare it with eager; a plan over budget is not run."""
+    if found.solution.status is not Status.FITS:
+        return
+    schedule, timeline = found.solution.schedule, found.solution.timeline
+    assert schedule is not None
+    assert timeline is not None
+    started = time.perf_counter()
+    module = apply(traced, schedule)
+    found.apply_s = time.perf_counter() - started
+    convention, batch = traced.convention, workload[3]
+    actual = _observe(lambda b: convention.call(module, b), workload, traced)
+    found.proof = compare(expected, actual, predicted_peak_bytes=timeline.above_start_bytes)
+    found.call = lambda: convention.call(module, batch)
+
+
+def _time(workload: Workload, candidates: Sequence[_Candidate], pairs: int, tell: Callable[[int], None]) -> float:
+    """Time eager and every planned step in turn; notes each one's ratios, returns eager's median seconds."""
+    step, model, optimizer, batch = workload
+    eager: list[float] = []
+    gc.collect()
+    for done in range(pairs):
+        tell(done + 1)
+        eager.append(_seconds(lambda: step(model, optimizer, batch)))
+        for found in candidates:
+            if found.call is not None:
+                found.ratios.append(_seconds(found.call) / eager[-1])
+    return statistics.median(eager)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _row(spec: WorkloadSpec, found: _Candidate, expected: Observation, measured: Measured, eager_s: float) -> RunRow:
+    solution, timeline, start = found.solution, found.solution.timeline, measured.graph.start_bytes
+    ratios = sorted(found.ratios)
+    proof = found.proof
+    return RunRow(
+        model=spec.title,
+        strategy=found.spec,
+        budget=found.budget,
+        status=solution.status.value,
+        budget_bytes=solution.problem.budget_bytes,
+        start_bytes=start,
+        eager_peak_bytes=start + expected.peak_bytes,
+        predicted_peak_bytes=timeline.peak_bytes if timeline else None,
+        measured_peak_bytes=start + proof.measured_peak_bytes if proof else None,
+        predicted_overhead=timeline.overhead if timeline else None,
+        measured_ratio=statistics.median(ratios) if ratios else None,
+        ratio_low=ratios[len(ratios) // 4] if ratios else None,
+        ratio_high=ratios[(3 * len(ratios)) // 4] if ratios else None,
+        eager_s=eager_s,
+        dropped=len(solution.dropped),
+        reruns=timeline.reruns if timeline else 0,
+        gap=solution.gap,
+        plan_s=solution.solve_s,
+        apply_s=found.apply_s,
+        exact=proof.exact if proof else None,
+        note=proof.first_mismatch if proof and not proof.exact else solution.reason,
+    )
+
+
+RUN_COLUMNS = (
+    "budget", "strategy", "status", "peak predicted", "measured", "of eager's step", "time predicted", "measured",
+    "dropped", "gap", "plan s", "exact",
+)  # fmt: skip
+
+
+def run_cells(row: RunRow) -> tuple[str, ...]:
+    """A row as text, in the order of RUN_COLUMNS."""
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    return (
+        row.budget,
+        row.strategy,
+        row.status,
+        "-" if row.predicted_peak_bytes is None else human_bytes(row.predicted_peak_bytes),
+        "-" if row.measured_peak_bytes is None else human_bytes(row.measured_peak_bytes),
+        show(row.step_share, "{:.0%}"),
+        show(None if row.predicted_overhead is None else 1 + row.predicted_overhead, "{:.2f}x"),
+        show(row.measured_ratio, "{:.2f}x"),
+        str(row.dropped),
+        show(row.gap, "{:.1%}"),
+        f"{row.plan_s:.2f}",
+        "-" if row.exact is None else ("yes" if row.exact else f"NO: {row.note}"),
+    )
