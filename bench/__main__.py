@@ -4,35 +4,180 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from planner.errors import PlannerError
 
-EPILOG = """\
+COMMANDS_HELP = """\
 commands:
-  python -m bench                  compare strategies (this page)
+  python -m bench                  compare strategies on a model: this page
+  python -m bench profile          what a training step is made of: time, memory, roles
+  python -m bench verify           prove on a step that the planned one does the same arithmetic
   python -m bench micro            how fast planning is, and how it grows
 
 examples:
   python -m bench --strategy mutwo,sqrtn:segments=12 --budget 70%,50%
-  python -m bench --synthetic unet --strategy all
-  python -m bench --graph graph.json --strategy path/to/file.py:MyStrategy
+  python -m bench --model bert --batch 8 --seq 128 --budget 60%
+  python -m bench --import my_package.train:make --budget 4GiB
+  python -m bench --graph graph.json --strategy path/to/file.py:MyStrategy     (without torch)
+  python -m bench --synthetic tower,unet --budget 90%,70%,50%,40%,30%          (without torch)
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors made on purpose become one line and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[list[str]], int]] = {"micro": _micro, "profile": _profile, "verify": _verify}
     try:
-        if arguments[:1] == ["micro"]:
-            return _micro(arguments[1:])
+        if arguments and arguments[0] in commands:
+            return commands[arguments[0]](arguments[1:])
         return _compare(arguments)
-    except (PlannerError, OSError) as error:
+    except PlannerError as error:
         print(f"bench: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"bench: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bench: interrupted", file=sys.stderr)
         return 130
+
+
+# -- compare ------------------------------------------------------------------------------------------------------
+
+
+def _compare(arguments: list[str]) -> int:
+    options = _compare_parser().parse_args(arguments)
+    if options.json is not None:
+        _check_writable(options.json)
+    specs = _strategy_specs(options.strategy)
+    budgets = [piece.strip() for piece in options.budget.split(",") if piece.strip()]
+    if options.graph is not None or options.synthetic is not None:
+        return _compare_graphs(options, specs, budgets)
+    return _compare_model(options, specs, budgets)
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Compare recomputation strategies: peak memory and time against the plain step. Without arguments: "
+        "ResNet-152 at batch 16 with images of 96 pixels, about two minutes on two cores.",
+        epilog=COMMANDS_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--strategy",
+        default="sqrtn,mutwo",
+        help="one, several with commas, or 'all'; options after a colon: sqrtn:segments=12",
+    )
+    parser.add_argument(
+        "--budget",
+        default="70%,60%",
+        help="one or several with commas: bytes of total peak ('4GiB') or '50%%' of what the step adds to memory",
+    )
+    _add_workload(parser)
+    parser.add_argument(
+        "--pairs", type=_positive, default=5, help="rounds of eager and planned steps in turn (default 5)"
+    )
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds a strategy may take (default 10)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures (default out/)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--graph", type=Path, help="plan on a saved graph (graph.json of `profile`) instead of a model")
+    parser.add_argument("--synthetic", help="plan on made-up graphs: chain, tower, unet, transformer, resnet-like, ...")
+    return parser
+
+
+def _strategy_specs(text: str) -> list[str]:
+    from strategies import make, names, split_specs
+
+    specs = list(names()) if text == "all" else split_specs(text)
+    for spec in specs:
+        make(spec)  # a bad one is told before any work
+    if not specs:
+        raise PlannerError("--strategy names none: write one, several with commas, or 'all'")
+    return specs
+
+
+def _compare_graphs(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
+    from bench.planning import SYNTHETIC, compare_graph, write_json
+    from bench.report import print_comparison
+    from planner.ir import Graph
+    from planner.units import human_bytes
+
+    if options.graph is not None:
+        graphs = [Graph.load(options.graph)]
+    else:
+        chosen = [piece.strip() for piece in options.synthetic.split(",")]
+        if unknown := [name for name in chosen if name not in SYNTHETIC]:
+            raise PlannerError(f"unknown graph {unknown[0]!r}: there are {', '.join(SYNTHETIC)}")
+        graphs = [SYNTHETIC[name]() for name in chosen]
+    rows = []
+    for graph in graphs:
+        found = compare_graph(graph, specs, budgets, time_limit_s=options.time_limit)
+        rows += found
+        base = found[0].solution.problem.unplanned
+        caption = (
+            f"{len(graph.ops):,} ops, times {graph.timing}. Unplanned peak {human_bytes(base.peak_bytes)}, of which "
+            f"{human_bytes(base.start_bytes)} before the step. 'of step': what the step adds, planned to unplanned."
+        )
+        print_comparison(found, title=f"{graph.name}: strategies compared", caption=caption)
+    if options.json is not None:
+        write_json(options.json, rows)
+    return 0
+
+
+def _compare_model(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
+    _check_folder(options.out)
+    from bench.compare import compare_model
+
+    compare_model(
+        _workload(options, default=(16, 96)),
+        specs,
+        budgets,
+        pairs=options.pairs,
+        time_limit_s=options.time_limit,
+        out=options.out,
+        json_file=options.json,
+    )
+    return 0
+
+
+# -- profile, verify, micro -----------------------------------------------------------------------------------------
+
+
+def _profile(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench profile",
+        description="Capture one training step, measure every op, and show what it is made of.",
+    )
+    _add_workload(parser)
+    parser.add_argument(
+        "--out", type=Path, help="write graph.json, node_stats.csv, activation_stats.csv and figures here"
+    )
+    options = parser.parse_args(arguments)
+    if options.out is not None:
+        _check_folder(options.out)
+    from bench.profiling import run_profile
+
+    run_profile(_workload(options), out=options.out)
+    return 0
+
+
+def _verify(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench verify",
+        description="Plan a step, run it and the plain one from the same state, and compare every bit they leave.",
+    )
+    _add_workload(parser)
+    parser.add_argument("--strategy", default="mutwo", help="as for `python -m bench` (default mutwo)")
+    parser.add_argument("--budget", default="70%", help="as for `python -m bench` (default 70%%)")
+    parser.add_argument("--steps", type=_positive, default=3, help="training steps to compare (default 3)")
+    options = parser.parse_args(arguments)
+    (spec,) = _strategy_specs(options.strategy)
+    from bench.compare import verify_model
+
+    return 0 if verify_model(_workload(options), spec, options.budget, steps=options.steps) else 1
 
 
 def _micro(arguments: list[str]) -> int:
@@ -45,73 +190,58 @@ def _micro(arguments: list[str]) -> int:
     return 0
 
 
-def _compare(arguments: list[str]) -> int:
-    options = _compare_parser().parse_args(arguments)
-    from bench.planning import SYNTHETIC, compare_graph, write_json
-    from bench.report import print_comparison
-    from planner.ir import Graph
-    from strategies import names, split_specs
-
-    if options.json is not None:
-        _check_writable(options.json)
-    specs = list(names()) if options.strategy == "all" else split_specs(options.strategy)
-    budgets = [piece.strip() for piece in options.budget.split(",")]
-    graphs = [Graph.load(options.graph)] if options.graph else [SYNTHETIC[n]() for n in _chosen(options.synthetic)]
-    rows = []
-    for graph in graphs:
-        found = compare_graph(graph, specs, budgets, time_limit_s=options.time_limit)
-        rows += found
-        base = found[0].solution.problem.unplanned
-        caption = (
-            f"{len(graph.ops):,} ops, times {graph.timing}. Unplanned peak {base.peak_bytes:,} bytes, of which "
-            f"{base.start_bytes:,} before the step. 'of step': what the step adds at its peak, planned to unplanned."
-        )
-        print_comparison(found, title=f"{graph.name}: strategies compared", caption=caption)
-    if options.json is not None:
-        write_json(options.json, rows)
-    return 0
+# -- options that several commands share ------------------------------------------------------------------------------
 
 
-def _compare_parser() -> argparse.ArgumentParser:
-    from bench.planning import SYNTHETIC
-
-    parser = argparse.ArgumentParser(
-        prog="python -m bench",
-        description="Compare recomputation strategies: peak memory and extra time at several budgets.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to train")
+    group.add_argument(
+        "--model", help="resnet18, resnet50, resnet152 (default), mobilenet, vit, densenet121, bert, gpt2"
     )
-    parser.add_argument(
-        "--strategy",
-        default="keep_all,sqrtn,cheap,mutwo",
-        help="one, several with commas, or 'all'; options after a colon: sqrtn:segments=12",
+    group.add_argument(
+        "--import",
+        dest="source",
+        default="",
+        metavar="PACKAGE.MODULE:MAKE",
+        help="your own: make(batch_size) -> (train_step, model, optimizer, batch)",
     )
-    parser.add_argument(
-        "--budget",
-        default="90%,70%,50%,40%,30%",
-        help="one or several with commas: bytes, '4GiB', or '50%%' of what the step adds to memory",
+    group.add_argument("--batch", type=_positive, help="batch size (each model has its own default)")
+    group.add_argument("--image", type=_positive, help="pixels a side, for image models")
+    group.add_argument("--seq", type=_positive, help="tokens, for language models")
+    group.add_argument("--optimizer", help="sgd, adamw, adam (fused, inside the graph), adamw-default, adam-default")
+    group.add_argument("--dtype", default="float32", help="float32, or bfloat16 for autocast")
+
+
+def _workload(options: argparse.Namespace, *, default: tuple[int, int] | None = None):  # type: ignore[no-untyped-def]
+    """The workload that was asked for; `default` is the batch and image of a call that names no model and no size."""
+    from bench.workloads import WorkloadSpec
+
+    batch, image = options.batch, options.image
+    if default is not None and not options.model and not options.source and batch is None and image is None:
+        batch, image = default
+    return WorkloadSpec(
+        model=options.model or "resnet152",
+        source=options.source,
+        batch=batch,
+        image=image,
+        seq=options.seq,
+        optimizer=options.optimizer,
+        dtype=options.dtype,
     )
-    parser.add_argument("--graph", type=Path, help="a saved graph (graph.json) instead of a made-up one")
-    parser.add_argument("--synthetic", default="tower,unet,resnet-like", help=f"any of {', '.join(SYNTHETIC)}")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds a strategy may take (default 10)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    return parser
-
-
-def _chosen(text: str) -> list[str]:
-    from bench.planning import SYNTHETIC
-
-    chosen = [piece.strip() for piece in text.split(",")]
-    for name in chosen:
-        if name not in SYNTHETIC:
-            raise PlannerError(f"unknown graph {name!r}: there are {', '.join(SYNTHETIC)}")
-    return chosen
 
 
 def _check_writable(path: Path) -> None:
     """Notice an unwritable target before the work starts."""
+    existed = path.exists()
     with path.open("a", encoding="utf-8"):
         pass
+    if not existed:
+        path.unlink()
+
+
+def _check_folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    _check_writable(path / ".writable")
 
 
 def _positive(text: str) -> int:

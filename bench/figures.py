@@ -141,7 +141,7 @@ def _axes(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator[An
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.titlesize": 11}
+    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.titlesize": 11}
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
         try:
@@ -155,7 +155,7 @@ def draw_memory(path: Path, curves: Sequence[Curve], *, title: str, budget_bytes
     """Memory over time, one line per curve on one axis; recomputation is marked under the lines."""
     with _axes(path) as axes:
         end = max(c.ms[-1] for c in curves)
-        _shade_phases(axes, curves[0], end)
+        _shade_phases(axes, curves[0], curves[0].ms[-1])
         for i, c in enumerate(curves):
             color = ("#444444", "#2a7f3f", "#b3541e", "#5a4a9c")[i % 4]
             axes.step(c.ms, [n / GIB for n in c.nbytes], where="post", color=color, lw=1.1, label=c.label)
@@ -169,14 +169,14 @@ def draw_memory(path: Path, curves: Sequence[Curve], *, title: str, budget_bytes
             )
         axes.set(xlabel="time in the step (ms)", ylabel="live memory (GiB)", title=title, xlim=(0, end))
         axes.set_ylim(bottom=0, top=1.12 * max(c.peak_bytes for c in curves) / GIB)
-        axes.legend(loc="upper right", frameon=False)
+        axes.legend(loc="lower left", bbox_to_anchor=(0.01, 0.06), frameon=False)
 
 
 def _shade_phases(axes: Any, c: Curve, end: float) -> None:
     starts = [ms for ms, _ in c.borders]
     for (start, phase), stop in zip(c.borders, [*starts[1:], end], strict=True):
         axes.axvspan(start, stop, color=PHASE_COLORS[phase], lw=0, zorder=0)
-        if stop - start > 0.04 * end:
+        if stop - start > 0.08 * end:
             axes.text((start + stop) / 2, 0.985, phase.value, ha="center", va="top", fontsize=9, color="#666666",
                       transform=axes.get_xaxis_transform())  # fmt: skip
 
@@ -213,8 +213,8 @@ def draw_peak_breakdown(path: Path, timeline: Timeline, *, title: str) -> None:
         )
         labels = [f" {human_bytes(n)} ({n / timeline.peak_bytes:.0%})" for _, n in parts]
         axes.bar_label(bars, labels, fontsize=9)
-        axes.set(xlabel="live memory at the peak (GiB)", title=title)
-        axes.margins(x=0.22)
+        largest = max((n for _, n in parts), default=1)
+        axes.set(xlabel="live memory at the peak (GiB)", title=title, xlim=(0, 1.3 * largest / GIB))
 
 
 def draw_largest(path: Path, rows: Sequence[Largest], *, title: str) -> None:
@@ -225,8 +225,8 @@ def draw_largest(path: Path, rows: Sequence[Largest], *, title: str) -> None:
         axes.bar_label(bars, [f" idle {row.inactive_us / 1e3:,.0f} ms" for row in rows], fontsize=8)
         axes.set_yticks(range(len(rows)), [label.replace("\n", "  ") for label in labels], fontsize=8)
         axes.invert_yaxis()
-        axes.set(xlabel="size (MiB)", title=title)
-        axes.margins(x=0.15)
+        largest = max((row.nbytes for row in rows), default=1)
+        axes.set(xlabel="size (MiB)", title=title, xlim=(0, 1.2 * largest / 2**20))
 
 
 def draw_time_by_kind(path: Path, rows: Sequence[tuple[str, dict[Phase, float], int]], *, title: str) -> None:
@@ -243,8 +243,7 @@ def draw_time_by_kind(path: Path, rows: Sequence[tuple[str, dict[Phase, float], 
                        fontsize=8)  # fmt: skip
         axes.set_yticks(range(len(rows)), [kind for kind, _, _ in rows], fontsize=9)
         axes.invert_yaxis()
-        axes.set(xlabel="time (ms)", title=title)
-        axes.margins(x=0.2)
+        axes.set(xlabel="time (ms)", title=title, xlim=(0, 1.3 * max(left, default=1.0)))
         axes.legend(loc="lower right", frameon=False)
 
 

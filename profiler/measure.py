@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from planner.ir import Graph, Rerun, Timing, TimingKind
 from planner.plan import Plan, Run, Schedule, lower
 from profiler.capture import TracedStep
+from profiler.convention import below_autograd
 from profiler.keeping import state_kept
 from profiler.meters import MemorySample, Meter, meter_for
 from profiler.ops import inplace_call
@@ -140,7 +141,7 @@ class _Runner:
         real_args, real_kwargs = fx.node.map_arg((args, kwargs), self.live.__getitem__)
 
         def call() -> Any:
-            with torch.no_grad():
+            with below_autograd():
                 return target(*real_args, **real_kwargs)  # type: ignore[operator]
 
         return call

@@ -65,7 +65,8 @@ class CpuMeter:
 
     @property
     def device(self) -> str:
-        return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"{platform.processor() or platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
 
     def stopwatch(self) -> CpuStopwatch:
         return CpuStopwatch()

@@ -22,17 +22,18 @@ import strategies
 from planner.errors import NoPlan
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase
-from planner.plan import BoundClass, Plan, candidates, temporaries
+from planner.plan import NEVER_STAGE, BoundClass, Plan, candidates, temporaries
 from planner.solve import Problem
-from strategies.ilp_model import StagedProgram, unavoidable_bytes
+from strategies.ilp_model import SparseModel, StagedProgram, unavoidable_bytes
 from strategies.ilp_polish import Polish
 from strategies.ilp_reduce import Reduction, reduce
-from strategies.ilp_solvers import Outcome, SolverError, SolverName, solve_model
+from strategies.ilp_solvers import Answer, Outcome, SolverError, SolverName, solve_model
 
 SEEDS = ("mutwo", "sqrtn")
 WINDOWS = 8
 MOMENTS_A_ROUND = 8
 ROUNDS = 24
+FEW = 40  # blocks, up to which sets that do not fit are excluded one by one
 EVALUATIONS = 4000
 
 
@@ -135,31 +136,38 @@ class Search:
 
     def _optimise(self) -> None:
         budget = target = self.problem.budget_bytes
+        excluded: list[frozenset[int]] = []
         for _ in range(ROUNDS):
             if self._proven() or self._left_s() <= 0:
                 break
             program = self.work.program()
-            answer = solve_model(
-                program.at(target), self.options.solver, time_limit_s=self._left_s(), gap=0.9 * self.options.gap
-            )
-            self.cut_off |= answer.outcome is Outcome.CUT_OFF
-            if target == budget:
+            answer = self._solve(program.at(target, excluded))
+            if target == budget and (not excluded or self.work.reduction.whole):
                 self.bound_us = max(self.bound_us, answer.bound)
-                self.impossible |= answer.outcome is Outcome.INFEASIBLE
+                self.impossible |= answer.outcome is Outcome.INFEASIBLE and self.best is None
             if answer.point is None:
                 break
-            state = self.work.state(program.kept(answer.point))
+            kept = frozenset(program.kept(answer.point))
+            state = self.work.state(kept)
             self._offer_state(state, "MILP")
             over = state.stage_bytes() - budget
-            if over.max() <= 0 and (target == budget or self._proven()):
+            if self._proven() or (over.max() <= 0 and target == budget):
                 break
             if self._count_there(state, over):
                 target = budget
+            elif len(program.keep) <= FEW:
+                excluded.append(kept)
             else:
                 target -= max(int(over.max()), budget // 10000)
-            if not self._proven() and over.max() <= self.work.step_bytes // 50:
+            if over.max() <= self.work.step_bytes // 50 or len(program.keep) <= FEW:
                 self._polish(state, "polish")
         self.cut_off |= self._left_s() <= 0 and not self._proven()
+
+    def _solve(self, model: SparseModel) -> Answer:
+        # A little under the gap asked for, so that a plan that costs what the program says is within it.
+        answer = solve_model(model, self.options.solver, time_limit_s=self._left_s(), gap=0.9 * self.options.gap)
+        self.cut_off |= answer.outcome is Outcome.CUT_OFF
+        return answer
 
     def _count_there(self, state: Incremental, over: npt.NDArray[np.int64]) -> bool:
         """Count memory where the exact simulator finds too much; False if it is all counted already."""
@@ -225,7 +233,9 @@ class Work:
 
     @cached_property
     def movable(self) -> list[int]:
-        return sorted(self.reduction.blocks)
+        """What local search flips: in a small graph also what the program leaves alone."""
+        free = sorted((*candidates(self.graph), *temporaries(self.graph)))
+        return free if len(free) <= FEW else sorted(self.reduction.blocks)
 
     def program(self) -> StagedProgram:
         """The program for the moments known by now."""
@@ -239,7 +249,12 @@ class Work:
     def state(self, kept: Iterable[int]) -> Incremental:
         """The exact state in which `kept` of the blocks are held."""
         dropped = set(self.reduction.dropped(set(kept)))
-        return state_of(self.graph, dropped, in_place=self.in_place)
+        state = state_of(self.graph, dropped, in_place=self.in_place)
+        for storage in temporaries(self.graph):
+            idle = all(state.rerun_stage(reader) == NEVER_STAGE for reader in self.graph.readers[storage])
+            if idle and not state.is_dropped(storage):
+                state.drop(storage)  # nothing is recomputed from it
+        return state
 
 
 def state_of(graph: Graph, dropped: set[int], *, in_place: bool) -> Incremental:

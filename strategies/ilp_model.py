@@ -101,12 +101,15 @@ class StagedProgram:
 
     # -- what is asked ----------------------------------------------------------------------------------------
 
-    def at(self, budget_bytes: int) -> SparseModel:
-        """The program under a budget."""
+    def at(self, budget_bytes: int, excluded: Iterable[frozenset[int]] = ()) -> SparseModel:
+        """The program under a budget, without the `excluded` sets of kept blocks."""
         unit = max(1.0, budget_bytes / 1e3)
         rows = list(self.rows)
         for memory in self.memory:
             rows.append(({v: -c / unit for v, c in memory.terms.items()}, (memory.constant - budget_bytes) / unit))
+        for kept in excluded:
+            signs = {v: -1.0 if x in kept else 1.0 for x, v in self.keep.items()}
+            rows.append((signs, 1.0 - len(kept)))
         return self._sparse(rows)
 
     def kept(self, solution: Floats) -> set[int]:

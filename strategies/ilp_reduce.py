@@ -79,6 +79,11 @@ class Reduction:
     small: tuple[int, ...]
     merged: tuple[int, ...]
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was decided beforehand."""
+        return not self.small and not self.merged
+
     @cached_property
     def root(self) -> dict[int, int]:
         """Per op that may be rerun: the node that it is part of."""

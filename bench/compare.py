@@ -1,0 +1,86 @@
+"""`python -m bench` on a model: run the comparison, show the table, draw memory over time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import strategies
+from bench import figures
+from bench.report import console, print_table
+from bench.run import RUN_COLUMNS, Comparison, run_cells, run_comparison
+from bench.workloads import WorkloadSpec
+from planner.solve import Status
+from planner.units import human_bytes
+from rewriter import OverBudget, VerificationError, checkpoint
+
+
+def compare_model(
+    spec: WorkloadSpec,
+    strategy_specs: Sequence[str],
+    budgets: Sequence[str],
+    *,
+    pairs: int,
+    time_limit_s: float,
+    out: Path,
+    json_file: Path | None,
+) -> Comparison:
+    """One table of every strategy at every budget, and one figure of memory over time per budget."""
+    found = run_comparison(spec, strategy_specs, budgets, pairs=pairs, time_limit_s=time_limit_s)
+    _print(spec, found, pairs)
+    if json_file is not None:
+        json_file.write_text(json.dumps([row.data() for row in found.rows], indent=1) + "\n", encoding="utf-8")
+    for path in _draw(out, found, budgets):
+        console.print(f"figure: {path}")
+    return found
+
+
+def _print(spec: WorkloadSpec, found: Comparison, pairs: int) -> None:
+    first = found.rows[0]
+    peak, above = human_bytes(first.eager_peak_bytes), human_bytes(first.eager_peak_bytes - first.start_bytes)
+    caption = (
+        f"Eager: peak {peak}, {above} of it added by the step; {first.eager_s:.2f} s a step. "
+        "Peaks are of all live tensors; 'of eager's step' is what the step adds, planned to eager. Times are ratios "
+        f"to eager, medians of {pairs} rounds in turn. 'exact': every loss, gradient, parameter, buffer, optimizer "
+        "state and generator is equal to eager's, to the bit."
+    )
+    print_table(
+        f"{spec.title}: planned against eager", RUN_COLUMNS, [run_cells(r) for r in found.rows], caption=caption
+    )
+    for row in found.rows:
+        if row.status != Status.FITS.value:
+            console.print(f"{row.strategy} at {row.budget}: {row.note}")
+
+
+def _draw(out: Path, found: Comparison, budgets: Sequence[str]) -> list[Path]:
+    graph, paths = found.measured.graph, []
+    for budget in budgets:
+        pairs = zip(found.rows, found.solutions, strict=True)
+        fitting = [(row, s) for row, s in pairs if row.budget == budget and s.status is Status.FITS]
+        if not fitting:
+            continue
+        curves = [figures.unplanned_curve(graph)]
+        for row, solution in fitting[:3]:
+            assert solution.schedule is not None
+            assert solution.timeline is not None
+            curves.append(figures.curve(graph, solution.schedule, solution.timeline, label=row.strategy))
+        path = out / f"memory_{budget.replace('%', 'pct').replace(' ', '')}.png"
+        title = f"{graph.name}: memory over one step, with and without recomputation (bars below: recomputing)"
+        figures.draw_memory(path, curves, title=title, budget_bytes=fitting[0][1].problem.budget_bytes)
+        paths.append(path)
+    return paths
+
+
+def verify_model(spec: WorkloadSpec, strategy_spec: str, budget: str, *, steps: int) -> bool:
+    """Prove one plan on one model; True if it is exact."""
+    strategies.make(strategy_spec)
+    step, model, optimizer, batch = spec.make()
+    try:
+        planned = checkpoint(step, model, optimizer, batch, budget=budget, strategy=strategy_spec, verify=steps)
+    except (OverBudget, VerificationError) as error:
+        console.print(f"{spec.title}: {error}")
+        return False
+    console.print(f"{planned.solution}")
+    console.print(f"{planned.verification}")
+    return True
