@@ -14,6 +14,8 @@ commands:
   python -m bench                  compare strategies on a model: this page
   python -m bench profile          what a training step is made of: time, memory, roles
   python -m bench verify           prove on a step that the planned one does the same arithmetic
+  python -m bench accuracy         predicted memory and time against two independent meters
+  python -m bench exactness        models x optimizers x strategies, each compared with eager bit by bit
   python -m bench micro            how fast planning is, and how it grows
 
 examples:
@@ -28,7 +30,13 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors made on purpose become one line and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[list[str]], int]] = {"micro": _micro, "profile": _profile, "verify": _verify}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "accuracy": _accuracy,
+        "exactness": _exactness,
+        "micro": _micro,
+        "profile": _profile,
+        "verify": _verify,
+    }
     try:
         if arguments and arguments[0] in commands:
             return commands[arguments[0]](arguments[1:])
@@ -178,6 +186,43 @@ def _verify(arguments: list[str]) -> int:
     from bench.compare import verify_model
 
     return 0 if verify_model(_workload(options), spec, options.budget, steps=options.steps) else 1
+
+
+def _accuracy(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench accuracy",
+        description="Simulated peak against the allocator's and the process's own; op times against the step's. "
+        "Without a model: the five that the results folder shows.",
+    )
+    _add_workload(parser)
+    parser.add_argument(
+        "--pairs", type=_positive, default=15, help="eager and captured steps timed in turn (default 15)"
+    )
+    parser.add_argument("--out", type=Path, help="also save the rows to this file, with versions and machine")
+    options = parser.parse_args(arguments)
+    if options.out is not None:
+        _check_writable(options.out)
+    from bench.accuracy import CASES, run_accuracy
+
+    specs = [_workload(options)] if options.model or options.source else CASES
+    run_accuracy(specs, pairs=options.pairs, out=options.out)
+    return 0
+
+
+def _exactness(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench exactness",
+        description="Prove models x optimizers x strategies equal to eager, to the bit, with all dropped that can be.",
+    )
+    parser.add_argument("--strategy", default="sqrtn,cheap,mutwo", help="as for `python -m bench`")
+    parser.add_argument("--steps", type=_positive, default=10, help="training steps to compare (default 10)")
+    parser.add_argument("--out", type=Path, help="also save the rows to this file, with versions and machine")
+    options = parser.parse_args(arguments)
+    if options.out is not None:
+        _check_writable(options.out)
+    from bench.exactness import run_exactness
+
+    return 0 if run_exactness(_strategy_specs(options.strategy), steps=options.steps, out=options.out) else 1
 
 
 def _micro(arguments: list[str]) -> int:

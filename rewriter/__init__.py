@@ -42,7 +42,7 @@ def checkpoint(
     """A drop-in for `train_step(model, optimizer, batch)` whose peak memory stays within `budget`.
 
     `budget` is bytes of total peak (4_000_000_000, "4GiB") or a share of what the step adds to what is live
-    before it ("60%"). `strategy` is a name from the registry with its options, or an object; `plan` is a file
+    before it ("60%"); on a GPU also "auto", what is free less a margin. `strategy` is a name from the registry with its options, or an object; `plan` is a file
     that `CheckpointedStep.save` wrote, used instead. `verify` runs both versions for three steps (or as many as
     it says) and raises VerificationError at the first bit that differs. `most_shapes` bounds how many shapes of
     batch are kept captured. `free_gradients` ends each step with `.grad` at None, so that gradients go as early

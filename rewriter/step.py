@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from planner.errors import PlannerError
+from planner.errors import BudgetError, PlannerError
 from planner.explain import Decision
 from planner.floor import floor
+from planner.ir import Graph
 from planner.plan import Plan, lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, Strategy, solve
@@ -27,6 +29,9 @@ TrainStep = Callable[[Any, Any, Any], Any]
 
 # What the prediction was ever seen to be off by, of what a step adds to memory: kept free below the budget.
 MARGIN = 0.005
+
+# What a GPU's caching allocator may lose between its blocks, of the whole memory: left out of budget="auto".
+FRAGMENTATION = 0.03
 
 
 class OverBudget(PlannerError):  # noqa: N818 - an answer, not a fault
@@ -167,7 +172,10 @@ class CheckpointedStep:
     def _solve(self, traced: TracedStep) -> Solution:
         settings, graph = self._settings, traced.graph
         unplanned = simulate(graph, lower(graph, Plan(), in_place=settings.in_place))
-        limit = parse_budget(settings.budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
+        budget = settings.budget
+        if budget == "auto":
+            budget = auto_budget(graph, next(self._model.parameters()).device, torch.cuda)
+        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
         margin = int(MARGIN * max(0, limit - graph.start_bytes))
         problem = Problem(
             graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s, in_place=settings.in_place
@@ -201,6 +209,18 @@ class CheckpointedStep:
                 "and optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
             )
         return found
+
+
+def auto_budget(graph: Graph, device: torch.device, api: Any) -> int:
+    """What the step may use of a GPU: what is live before it and what is free, less a share for fragmentation.
+
+    `api` is torch.cuda, or a stand-in of it in tests.
+    """
+    if device.type != "cuda":
+        raise BudgetError(f"budget 'auto' asks a GPU what is free, but the model is on {device}: say bytes or a share")
+    free, total = api.mem_get_info(device)
+    cached = api.memory_reserved(device) - api.memory_allocated(device)
+    return int(graph.start_bytes + free + cached - FRAGMENTATION * total)
 
 
 class _Given:

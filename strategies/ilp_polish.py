@@ -67,18 +67,21 @@ class Polish:
         return int(np.maximum(self.state.stage_bytes() - self.budget_bytes, 0).sum())
 
     def _best_repair(self) -> int | None:
+        """The cheapest flip after which all fits, or else the one that saves most bytes for its time."""
         before, before_us = self._overflow(), self.state.recompute_us
-        best, best_score = None, 0.0
+        best: tuple[tuple[bool, float], int] | None = None
         for storage in self.movable:
             if self._spent():
-                return best
+                break
             self._flip(storage)
-            saved, cost = before - self._overflow(), self.state.recompute_us - before_us
+            left, cost = self._overflow(), self.state.recompute_us - before_us
             self._flip(storage)
-            score = saved / max(cost, WORTH_US) if saved > 0 else 0.0
-            if score > best_score:
-                best, best_score = storage, score
-        return best
+            if left >= before:
+                continue
+            score = (True, -cost) if left == 0 else (False, (before - left) / max(cost, WORTH_US))
+            if best is None or score > best[0]:
+                best = (score, storage)
+        return best[1] if best is not None else None
 
     def _keep_more(self) -> bool:
         """Keep again what fits; True if anything was gained."""

@@ -1,0 +1,101 @@
+"""`python -m bench exactness`: models x optimizers x strategies, each proven equal to eager to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+import strategies
+from bench.models import ZOO, Workload
+from bench.report import console, print_table
+from bench.results import save_rows
+from bench.workloads import OPTIMIZERS
+from planner.plan import candidates
+from planner.solve import Problem, solve
+from profiler.capture import TracedStep, capture
+from profiler.measure import measure
+from rewriter.apply import apply
+from rewriter.verify import Observation, compare, observe
+
+# Small enough to take ten steps in seconds, with everything that makes a model hard to recompute.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "resnet18": (4, {"image": 64}),
+    "mobilenet": (4, {"image": 64}),
+    "vit": (4, {"image": 64, "layers": 3, "heads": 4, "width": 64, "dropout": 0.1}),
+    "bert": (4, {"seq": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+                 "intermediate_size": 256, "vocab_size": 500}),
+    "gpt2": (4, {"seq": 64, "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 500}),
+}  # fmt: skip
+OPTIMIZER_NAMES = ("sgd", "adamw", "adam-default")
+
+
+def run_exactness(specs: Sequence[str], *, steps: int, out: Path | None) -> bool:
+    """Prove every combination, print the matrix, save the rows; True if all are exact.
+
+    Each strategy is asked for a budget that no plan meets, so that it drops all it can.
+    """
+    rows: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("proving", total=len(MODELS) * len(OPTIMIZER_NAMES) * len(specs))
+        for row in _rows(specs, steps):
+            bar.update(task, advance=1, description=f"{row['model']} {row['optimizer']} {row['strategy']}")
+            rows.append(row)
+    _print(rows, specs, steps)
+    if out is not None:
+        save_rows(out, command=f"python -m bench exactness --strategy {','.join(specs)} --steps {steps}", rows=rows)
+    return all(row["exact"] for row in rows)
+
+
+def _rows(specs: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
+    for model, (batch, options) in MODELS.items():
+        for optimizer in OPTIMIZER_NAMES:
+            workload = ZOO[model](batch, optimizer=OPTIMIZERS[optimizer], **options)
+            yield from _rows_of(workload, {"model": model, "optimizer": optimizer}, specs, steps)
+
+
+def _rows_of(workload: Workload, names: dict[str, Any], specs: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
+    step, model, optimizer, batch = workload
+    traced = measure(capture(step, model, optimizer, batch), batch, show_progress=False).traced
+    expected = _observed(lambda b: step(model, optimizer, b), workload, traced, steps)
+    for spec in specs:
+        problem = Problem(graph=traced.graph, budget_bytes=1)
+        solution = solve(problem, strategies.make(spec), label=spec)
+        assert solution.schedule is not None
+        assert solution.timeline is not None
+        module = apply(traced, solution.schedule)
+        actual = _observed(lambda b, m=module: traced.convention.call(m, b), workload, traced, steps)  # type: ignore[misc]
+        proof = compare(expected, actual, predicted_peak_bytes=solution.timeline.above_start_bytes)
+        sizes = {s: traced.graph.storages[s].nbytes for s in candidates(traced.graph)}
+        yield {
+            **names,
+            "strategy": spec,
+            "steps": steps,
+            "exact": proof.exact,
+            "first_mismatch": proof.first_mismatch,
+            "compared": dict(proof.compared),
+            "dropped_share": sum(sizes[s] for s in solution.dropped) / sum(sizes.values()),
+            "reruns": solution.timeline.reruns,
+            "prediction_error": proof.prediction_error,
+        }
+
+
+def _observed(call: Any, workload: Workload, traced: TracedStep, steps: int) -> Observation:
+    _, model, optimizer, batch = workload
+    unread = [slot.tensor() for slot in traced.convention.dropped]
+    return observe(call, model, optimizer, batch, steps=steps, unread_gradients=unread)
+
+
+def _print(rows: Sequence[dict[str, Any]], specs: Sequence[str], steps: int) -> None:
+    table: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        cell = f"{'exact' if row['exact'] else 'DIFFERS: ' + row['first_mismatch']}, {row['dropped_share']:.0%} dropped"
+        table.setdefault((row["model"], row["optimizer"]), []).append(cell)
+    caption = (
+        f"{steps} steps against eager: every returned value, gradient, parameter, buffer, optimizer state and the "
+        "generator compared bit by bit; the share of activation bytes dropped"
+    )
+    lines = [(*key, *cells) for key, cells in table.items()]
+    print_table("Exactness", ("model", "optimizer", *specs), lines, caption=caption)

@@ -1,0 +1,82 @@
+"""The command line: bad input is told in one line, and planning on graphs needs no torch."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from bench.synthetic import residual_tower
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--synthetic", "tower", "--strategy", "nonsense"], "unknown strategy 'nonsense': there are keep_all"),
+        (["--synthetic", "tower", "--strategy", "sqrtn:segmentz=3"], "no option 'segmentz=3'"),
+        (["--synthetic", "tower", "--strategy", ","], "--strategy names none"),
+        (["--synthetic", "castle"], "unknown graph 'castle': there are chain"),
+        (["--synthetic", "tower", "--budget", "4 bananas"], "4 bananas"),
+        (["--synthetic", "tower", "--budget", "0"], "nothing runs in no memory"),
+        (["--synthetic", "tower", "--budget", "-3"], "-3"),
+        (["--graph", "no/such/graph.json"], "No such file or directory: no/such/graph.json"),
+        (["--synthetic", "tower", "--json", "no/such/folder/rows.json"], "No such file or directory"),
+        (["--model", "resnet9000"], "unknown model 'resnet9000': there are resnet18"),
+        (["--model", "resnet18", "--seq", "3"], "takes no --seq"),
+        (["--model", "resnet18", "--optimizer", "sgdd"], "unknown optimizer 'sgdd': there are sgd"),
+        (["--model", "resnet18", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["--import", "no_such_module:make"], "no_such_module"),
+        (["--import", "no_colon"], "write package.module:make"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(arguments, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("bench: ")
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_batch_of_zero_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        main(["--batch", "0"])
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_rows_are_written_as_json(tmp_path):
+    file = tmp_path / "rows.json"
+    assert main(["--synthetic", "tower", "--strategy", "keep_all,mutwo", "--budget", "70%", "--json", str(file)]) == 0
+    keep_all, mutwo = json.loads(file.read_text())
+    assert (keep_all["status"], mutwo["status"]) == ("over budget", "fits")
+    assert mutwo["peak_bytes"] <= mutwo["budget_bytes"] < keep_all["peak_bytes"]
+    assert mutwo["overhead"] > 0
+
+
+def test_a_saved_graph_is_compared_in_a_process_where_importing_torch_fails(tmp_path):
+    residual_tower(5).save(tmp_path / "graph.json")
+    script = textwrap.dedent(
+        f"""
+        import sys
+        for name in ("torch", "torchvision", "transformers"):
+            sys.modules[name] = None
+        from bench.__main__ import main
+        sys.exit(main(["--graph", {str(tmp_path / "graph.json")!r}, "--strategy", "keep_all,sqrtn,cheap,mutwo"]))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tower-5: strategies compared" in done.stdout
+
+
+def test_every_command_teaches(capsys):
+    for command in ([], ["profile"], ["verify"], ["accuracy"], ["micro"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([*command, "--help"])
+        assert stopped.value.code == 0
+        assert len(capsys.readouterr().out.splitlines()) > 5

@@ -1,0 +1,49 @@
+"""The numbers behind the figures; drawing itself is only checked to give a picture."""
+
+import pytest
+
+from bench import figures
+from bench.synthetic import residual_tower, transformer
+from planner.ir import Phase
+from planner.plan import Plan, candidates, lower, recompute_once
+from planner.simulator import simulate
+
+
+def test_a_memory_curve_ends_with_the_step_and_marks_every_rerun():
+    graph = residual_tower(3)
+    schedule = lower(graph, recompute_once(graph, candidates(graph)[:4]))
+    timeline = simulate(graph, schedule)
+    curve = figures.curve(graph, schedule, timeline, label="x")
+    assert curve.ms[-1] * 1e3 == pytest.approx(timeline.time_us)
+    assert max(curve.nbytes) == curve.peak_bytes == timeline.peak_bytes
+    assert sum(end - start for start, end in curve.rerun_ms) * 1e3 == pytest.approx(timeline.recompute_us)
+    assert [phase for _, phase in curve.borders] == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+    assert curve.nbytes[curve.ms.index(curve.peak_ms)] == curve.peak_bytes
+
+
+def test_time_by_kind_adds_up_to_the_step():
+    graph = transformer(3)
+    rows = figures.time_by_kind(graph, most=3)
+    assert sum(sum(us.values()) for _, us, _ in rows) == pytest.approx(graph.time_us)
+    assert sum(count for _, _, count in rows) == len(graph.ops)
+    assert rows[-1][0].endswith("others")
+
+
+def test_the_largest_activations_come_first():
+    rows = figures.largest_activations(transformer(3), most=5)
+    assert [row.nbytes for row in rows] == sorted((row.nbytes for row in rows), reverse=True)
+    assert rows[0].inactive_us > 0
+
+
+def test_every_figure_is_drawn(tmp_path):
+    graph = residual_tower(3)
+    schedule = lower(graph, Plan())
+    timeline = simulate(graph, schedule)
+    figures.draw_memory(tmp_path / "a.png", [figures.unplanned_curve(graph)], title="t", budget_bytes=10)
+    figures.draw_memory_by_role(tmp_path / "b.png", graph, schedule, title="t")
+    figures.draw_peak_breakdown(tmp_path / "c.png", timeline, title="t")
+    figures.draw_largest(tmp_path / "d.png", figures.largest_activations(graph), title="t")
+    figures.draw_time_by_kind(tmp_path / "e.png", figures.time_by_kind(graph), title="t")
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert len(pictures) == 5
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
