@@ -23,8 +23,8 @@ from rewriter.verify import Observation, compare, observe
 # Small enough to take ten steps in seconds, with everything that makes a model hard to recompute.
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "resnet18": (4, {"image": 64}),
-    "mobilenet": (4, {"image": 64}),
-    "vit": (4, {"image": 64, "layers": 3, "heads": 4, "width": 64, "dropout": 0.1}),
+    "mobilenet": (16, {"image": 64}),
+    "vit": (16, {"image": 64, "patch": 8, "layers": 3, "heads": 4, "width": 64, "dropout": 0.1}),
     "bert": (4, {"seq": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
                  "intermediate_size": 256, "vocab_size": 500}),
     "gpt2": (4, {"seq": 64, "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 500}),
@@ -66,7 +66,7 @@ def _rows_of(workload: Workload, names: dict[str, Any], specs: Sequence[str], st
         assert solution.schedule is not None
         assert solution.timeline is not None
         module = apply(traced, solution.schedule)
-        actual = _observed(lambda b, m=module: traced.convention.call(m, b), workload, traced, steps)  # type: ignore[misc]
+        actual = _observed(lambda b, m=module: traced.convention.call(m, b), workload, traced, steps)
         proof = compare(expected, actual, predicted_peak_bytes=solution.timeline.above_start_bytes)
         sizes = {s: traced.graph.storages[s].nbytes for s in candidates(traced.graph)}
         yield {

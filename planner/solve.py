@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -36,6 +36,17 @@ class Problem:
     def unplanned(self) -> Timeline:
         """The step without any recomputation."""
         return self.timeline(Plan())
+
+
+def cheapest(problem: Problem, plans: Iterable[Plan]) -> Plan:
+    """The plan that fits and costs the least time; if none fits, the one with the smallest peak."""
+
+    def preference(plan: Plan) -> tuple[bool, float, float]:
+        timeline = problem.timeline(plan)
+        peak, cost = timeline.peak_bytes, timeline.recompute_us
+        return (True, peak, cost) if peak > problem.budget_bytes else (False, cost, peak)
+
+    return min(plans, key=preference)
 
 
 @runtime_checkable

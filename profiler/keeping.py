@@ -22,6 +22,7 @@ def state_kept(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     params = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
     gradients = [(p, p.grad) for p in params]
     states = {p: dict(state) for p, state in optimizer.state.items()}
+    groups = [(group, dict(group)) for group in optimizer.param_groups]  # some optimizers count in their groups
     live = _tensors(model, params, states)
     saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
     try:
@@ -35,6 +36,9 @@ def state_kept(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
             p.grad = gradient
         optimizer.state.clear()
         optimizer.state.update(states)
+        for group, before in groups:
+            group.clear()
+            group.update(before)
 
 
 def _tensors(model: nn.Module, params: list[Any], states: dict[Any, dict[str, Any]]) -> list[Tensor]:

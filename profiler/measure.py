@@ -22,7 +22,7 @@ from profiler.capture import TracedStep
 from profiler.convention import below_autograd
 from profiler.keeping import state_kept
 from profiler.meters import MemorySample, Meter, meter_for
-from profiler.ops import inplace_call
+from profiler.ops import inplace_call, memory_of
 
 TIMED_RUNS = 3
 # A call shorter than this is repeated until it fills it: the clock and the call of the clock are not the op.
@@ -62,14 +62,18 @@ def measure(traced: TracedStep, batch: Any, *, meter: Meter | None = None, show_
         raise ValueError(f"not the batch, model or optimizer that was captured: {'; '.join(wrong[:3])}")
     meter = meter or meter_for(_device(traced))
     schedule = lower(traced.graph, Plan())
-    with state_kept(convention.model, convention.optimizer), Progress(transient=True, disable=not show_progress) as bar:
+    with (
+        state_kept(convention.model, convention.optimizer),
+        below_autograd(),
+        Progress(transient=True, disable=not show_progress) as bar,
+    ):
         task = bar.add_task("measuring the step", total=(2 + TIMED_RUNS) * len(schedule.steps))
         runner = _Runner(traced, schedule, lambda: convention.gather(batch), lambda: bar.advance(task))
         warm_us = runner.timed(meter, [1] * len(traced.graph.ops))
         samples = runner.watched(meter)
         repeats = [_repeats(traced.graph, op, us) for op, us in enumerate(warm_us)]
         laps = [runner.timed(meter, repeats) for _ in range(TIMED_RUNS)]
-    return _collect(traced, schedule, samples, laps, meter)
+    return _collect(_as_made(traced, runner.made_bytes), schedule, samples, laps, meter)
 
 
 def _device(traced: TracedStep) -> torch.device:
@@ -95,6 +99,7 @@ class _Runner:
         self.inputs = inputs
         self.advance = advance
         self.live: dict[fx.Node, Any] = {}
+        self.made_bytes: dict[int, int] = {}  # storage -> what its op really allocated for it
 
     def timed(self, meter: Meter, repeats: list[int]) -> list[float]:
         """Time per op, in µs; freeing a storage counts for the op that made it: whoever reruns it frees again."""
@@ -140,11 +145,7 @@ class _Runner:
         target, args, kwargs = (node.target, node.args, node.kwargs) if step.into is None else inplace_call(node)
         real_args, real_kwargs = fx.node.map_arg((args, kwargs), self.live.__getitem__)
 
-        def call() -> Any:
-            with below_autograd():
-                return target(*real_args, **real_kwargs)  # type: ignore[operator]
-
-        return call
+        return lambda: target(*real_args, **real_kwargs)  # type: ignore[operator]
 
     def _bind(self, step: Run, result: Any) -> None:
         graph, node = self.traced.graph, self.traced.nodes[step.op]
@@ -153,11 +154,19 @@ class _Runner:
         for v in graph.ops[step.op].outputs:
             captured = self.traced.value_nodes[v]
             self.live[captured] = result if captured is node else result[captured.args[1]]
+            if graph.values[v].base is None:
+                self.made_bytes[graph.values[v].storage] = memory_of(self.live[captured]).nbytes()
 
     def _take(self, storage: int) -> list[Tensor]:
         """Let go of every value in a storage; the list returned holds the last references."""
         nodes = (self.traced.value_nodes[v] for v in self.traced.graph.values_in[storage])
         return [self.live.pop(node) for node in nodes if node in self.live]
+
+
+def _as_made(traced: TracedStep, made_bytes: dict[int, int]) -> TracedStep:
+    """The step with the real sizes of its storages: no shape tells what mkldnn's recurrent layer makes."""
+    storages = tuple(replace(s, nbytes=made_bytes.get(s.id, s.nbytes)) for s in traced.graph.storages)
+    return replace(traced, graph=replace(traced.graph, storages=storages))
 
 
 def _collect(

@@ -41,13 +41,13 @@ def checkpoint(
 ) -> CheckpointedStep:
     """A drop-in for `train_step(model, optimizer, batch)` whose peak memory stays within `budget`.
 
-    `budget` is bytes of total peak (4_000_000_000, "4GiB") or a share of what the step adds to what is live
-    before it ("60%"); on a GPU also "auto", what is free less a margin. `strategy` is a name from the registry with its options, or an object; `plan` is a file
-    that `CheckpointedStep.save` wrote, used instead. `verify` runs both versions for three steps (or as many as
-    it says) and raises VerificationError at the first bit that differs. `most_shapes` bounds how many shapes of
-    batch are kept captured. `free_gradients` ends each step with `.grad` at None, so that gradients go as early
-    as they can; `early_updates` applies each parameter's update as soon as its gradient is complete. Raises
-    OverBudget if no plan fits; nothing has been changed then.
+    `budget` is bytes of total peak (4_000_000_000, "4GiB"), a share of what the step adds to what is live before
+    it ("60%"), or on a GPU "auto": what is free, less a margin. `strategy` is a name from the registry with its
+    options, or an object; `plan` is a file that `CheckpointedStep.save` wrote, used instead. `verify` runs both
+    versions for three steps (or as many as it says) and raises VerificationError at the first bit that differs.
+    `most_shapes` bounds how many shapes of batch are kept captured. `free_gradients` ends each step with `.grad`
+    at None, so that gradients go as early as they can; `early_updates` applies each parameter's update as soon as
+    its gradient is complete. Raises OverBudget if no plan fits; nothing has been changed then.
     """
     chosen = strategies.make(strategy) if isinstance(strategy, str) else strategy
     settings = Settings(

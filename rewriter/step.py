@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from planner.errors import BudgetError, PlannerError
+from planner.errors import BudgetError, FileFormatError, PlannerError
 from planner.explain import Decision
 from planner.floor import floor
 from planner.ir import Graph
@@ -180,13 +180,22 @@ class CheckpointedStep:
         problem = Problem(
             graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s, in_place=settings.in_place
         )
-        strategy: Strategy = settings.strategy
-        if settings.plan_file is not None:
-            strategy = _Given(Plan.load(settings.plan_file, graph))
-        solution = solve(problem, strategy, label=settings.label)
+        given = self._given(graph)
+        solution = solve(problem, given) if given else solve(problem, settings.strategy, label=settings.label)
         if solution.status is not Status.FITS:
             raise OverBudget(_over_budget(solution, limit, margin))
         return solution
+
+    def _given(self, graph: Graph) -> Strategy | None:
+        """The plan from the file; a form that turns up later and does not match it is planned like any other."""
+        if self._settings.plan_file is None:
+            return None
+        try:
+            return _Given(Plan.load(self._settings.plan_file, graph))
+        except FileFormatError:
+            if not self._forms:
+                raise
+            return None
 
     def _verify(self, form: Prepared, batch: Any) -> Verification:
         convention = form.traced.convention

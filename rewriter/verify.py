@@ -125,16 +125,18 @@ def observe(
 
     Seen are what each step returns, every gradient after it, and at the end parameters, buffers, optimizer
     state and the generators. The peak is that of the last step, begun without the `.grad`s of
-    `unread_gradients`, which the step clears anyway.
+    `unread_gradients`, which the step clears anyway. A parameter that has no `.grad` now has none when any of
+    the steps begins.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     seen: Observed = {}
     returned: list[Any] = []
+    without = [p for p in model.parameters() if p.grad is None]
     with state_kept(model, optimizer):
         for i in range(steps - 1):
             _take(seen, i, step(batch), model)
-        for p in unread_gradients:
-            p.grad = None
+            _clear(without)
+        _clear(unread_gradients)
         peak = peak_above_start(meter_for(device), lambda: returned.append(step(batch)))
         _take(seen, steps - 1, returned.pop(), model)
         for kind, name, tensor in _state(model, optimizer):
@@ -145,9 +147,14 @@ def observe(
     return Observation(steps=steps, tensors=seen, peak_bytes=peak)
 
 
+def _clear(params: Sequence[Tensor]) -> None:
+    for p in params:
+        p.grad = None
+
+
 def _take(seen: Observed, i: int, returned: Any, model: nn.Module) -> None:
     for j, leaf in enumerate(pytree.tree_leaves(returned)):
-        seen["returned values", f"returned value {j} of step {i + 1}"] = _copy(torch.as_tensor(leaf))
+        seen["returned values", f"returned value {j} of step {i + 1}"] = _copy(_as_tensor(leaf))
     for name, p in model.named_parameters():
         if p.grad is not None:
             seen["gradients", f"gradient of {name} after step {i + 1}"] = _copy(p.grad)
@@ -162,7 +169,14 @@ def _state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, T
     for owner, state in optimizer.state.items():
         for key, value in state.items():
             if value is not None:
-                yield "optimizer states", f"{key} of {names.get(owner, 'a parameter')}", torch.as_tensor(value)
+                yield "optimizer states", f"{key} of {names.get(owner, 'a parameter')}", _as_tensor(value)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """A number as a tensor of one; what is neither number nor tensor (a text, None) as the bytes that spell it."""
+    if isinstance(value, (Tensor, bool, int, float, complex)):
+        return torch.as_tensor(value)
+    return torch.tensor(list(repr(value).encode()), dtype=torch.uint8)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -183,8 +197,10 @@ def _compare(expected: Observed, actual: Observed) -> tuple[str, float]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equality that also tells -0.0 from 0.0, and takes a NaN for itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    if a.layout == torch.sparse_coo:
+        return same_bits(a._indices(), b._indices()) and same_bits(a._values(), b._values())
     if not a.is_floating_point() and not a.is_complex():
         return torch.equal(a, b)
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
@@ -193,4 +209,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _difference(a: Tensor | None, b: Tensor | None) -> float:
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    if not a.numel():
+        return 0.0
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    difference = (a.to_dense().to(wide) - b.to_dense().to(wide)).abs()
+    return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())

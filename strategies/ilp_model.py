@@ -103,7 +103,7 @@ class StagedProgram:
 
     def at(self, budget_bytes: int, excluded: Iterable[frozenset[int]] = ()) -> SparseModel:
         """The program under a budget, without the `excluded` sets of kept blocks."""
-        unit = max(1.0, budget_bytes / 1e3)
+        unit = max(1.0, budget_bytes / 100)
         rows = list(self.rows)
         for memory in self.memory:
             rows.append(({v: -c / unit for v, c in memory.terms.items()}, (memory.constant - budget_bytes) / unit))

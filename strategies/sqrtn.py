@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from planner.ir import Graph, Phase
 from planner.plan import Plan, candidates, idle_after, recompute_once, temporaries
-from planner.simulator import Timeline
-from planner.solve import Problem
+from planner.solve import Problem, cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +35,7 @@ class SqrtN:
             return Plan()
         forward = _Forward(problem.graph)
         counts = [self.segments] if self.segments is not None else forward.counts_around_sqrt()
-        plans = dict.fromkeys(forward.plan(k, snap=self.snap) for k in counts)
-        return min(plans, key=lambda plan: _preference(problem.timeline(plan), problem.budget_bytes))
-
-
-def _preference(timeline: Timeline, budget_bytes: int) -> tuple[bool, float, float]:
-    """Plans that fit come first, the cheapest of them leading; then the others by their peak."""
-    over = timeline.peak_bytes > budget_bytes
-    peak, cost = timeline.peak_bytes, timeline.recompute_us
-    return (over, peak, cost) if over else (over, cost, peak)
+        return cheapest(problem, dict.fromkeys(forward.plan(k, snap=self.snap) for k in counts))
 
 
 class _Forward:

@@ -1,0 +1,224 @@
+"""Ten steps planned against ten steps eager: every bit of every result, for every model, strategy and step form."""
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F  # noqa: N812
+
+import strategies
+from planner.ir import Rerun
+from profiler.keeping import state_kept
+from rewriter.apply import apply
+from tests.rewriter import tiny
+from tests.rewriter.side_by_side import (
+    assert_planned_equals_eager,
+    assert_same,
+    demanding,
+    dropped_share,
+    eager,
+    history,
+    measured,
+    rerun_kinds,
+    seeded,
+)
+
+SPECS = ["sqrtn", "cheap", "mutwo", "mutwo:faithful=true", "ilp"]
+
+
+@pytest.fixture(scope="module", params=tiny.ZOO)
+def captured(request):
+    """A workload, its captured step, and ten steps of it run eagerly."""
+    workload = seeded(tiny.ZOO[request.param])
+    _, model, optimizer, _ = workload
+    with state_kept(model, optimizer):
+        expected = eager(workload, steps=10)
+    return request.param, workload, measured(workload), expected
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_ten_steps_under_a_plan_that_drops_a_third_or_more_equal_eager(captured, spec):
+    name, workload, traced, expected = captured
+    _, model, optimizer, _ = workload
+    solution = demanding(traced.graph, spec)
+    kinds = {
+        "resnet": {Rerun.WITHOUT_SIDE_EFFECT},
+        "mobilenet": {Rerun.WITHOUT_SIDE_EFFECT, Rerun.REPLAY_RNG},
+        "vit": {Rerun.REPLAY_RNG},
+        "bert": {Rerun.REPLAY_RNG},
+        "gpt2": {Rerun.REPLAY_RNG},
+    }
+    assert dropped_share(solution) >= 0.3
+    assert kinds[name] <= rerun_kinds(traced.graph, solution)
+    module = apply(traced, solution.schedule)
+    with state_kept(model, optimizer):
+        actual = history(lambda one: traced.convention.call(module, one), workload, steps=10)
+    assert_same(expected, actual)
+
+
+def test_every_strategy_but_the_control_is_in_the_matrix():
+    assert {spec.partition(":")[0] for spec in SPECS} == set(strategies.names()) - {"keep_all"}
+
+
+# -- step forms ---------------------------------------------------------------------------------------------------
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def plain(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def accumulating(model, optimizer, batch):
+    optimizer.zero_grad()
+    total = 0.0
+    for images, labels in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+        loss = loss_of(model, (images, labels)) / 2
+        loss.backward()
+        total = total + loss.detach()
+    optimizer.step()
+    return total
+
+
+def clipping(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss, norm
+
+
+def autocast(model, optimizer, batch):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def by_autograd_grad(model, optimizer, batch):
+    params = list(model.parameters())
+    loss = loss_of(model, batch)
+    for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+        p.grad = g
+    optimizer.step()
+    return loss
+
+
+def returning_more(model, optimizer, batch):
+    optimizer.zero_grad()
+    logits = model(batch[0])
+    loss = F.cross_entropy(logits, batch[1])
+    loss.backward()
+    optimizer.step()
+    return {"loss": loss, "more": (logits, (logits.argmax(1) == batch[1]).sum(), "text", 3)}
+
+
+def clearing_at_the_end(model, optimizer, batch):
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+STEPS = [
+    plain,
+    accumulating,
+    clipping,
+    autocast,
+    by_autograd_grad,
+    returning_more,
+    clearing_at_the_end,
+]
+BOTH = pytest.mark.parametrize("spec", ["mutwo", "sqrtn"])
+
+
+@BOTH
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_planned_step_equals_eager_whatever_its_form(step, spec):
+    assert_planned_equals_eager(tiny.with_step(step), spec)
+
+
+def adam(model):
+    return optim.Adam(model.parameters(), lr=0.01)
+
+
+def nesterov(model):
+    return optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+
+
+def without_momentum(model):
+    return optim.SGD(model.parameters(), lr=0.05)
+
+
+def dampened(model):
+    return optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.5)
+
+
+def fused_adamw(model):
+    return optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def grouped(model):
+    groups = [{"params": model[:4].parameters(), "lr": 0.02}, {"params": model[4:].parameters(), "weight_decay": 0.1}]
+    return optim.SGD(groups, lr=0.1, momentum=0.5)
+
+
+OPTIMIZERS = [adam, nesterov, without_momentum, dampened, fused_adamw, grouped]
+
+
+@BOTH
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
+def test_a_planned_step_equals_eager_whatever_its_optimizer(optimizer, spec):
+    traced = assert_planned_equals_eager(tiny.with_step(plain, optimizer=optimizer), spec)
+    assert bool(traced.opaque_reason) == (optimizer in (adam, dampened))
+
+
+@BOTH
+def test_default_adam_with_clipping_and_accumulation_equals_eager(spec):
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        for images, labels in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            loss_of(model, (images, labels)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return norm
+
+    assert_planned_equals_eager(tiny.with_step(step, optimizer=adam), spec)
+
+
+@BOTH
+@pytest.mark.parametrize("optimizer", [tiny.sgd, adam, fused_adamw], ids=lambda optimizer: optimizer.__name__)
+@pytest.mark.filterwarnings("ignore:Detected call of")  # the scheduler is made after the first step
+def test_a_scheduler_between_the_steps_is_honoured(optimizer, spec):
+    def scheduled():
+        schedulers = []
+
+        def between(i, model, optimizer):
+            if not schedulers:
+                schedulers.append(optim.lr_scheduler.ExponentialLR(optimizer, 0.7))
+            schedulers[0].step()
+
+        return between
+
+    assert_planned_equals_eager(tiny.with_step(plain, optimizer=optimizer), spec, between=scheduled)
+
+
+@BOTH
+def test_frozen_layers_stay_frozen(spec):
+    def frozen():
+        model = tiny.network()
+        model[0].requires_grad_(False)
+        model[5].requires_grad_(False)
+        return model
+
+    traced = assert_planned_equals_eager(tiny.with_step(plain, model=frozen), spec)
+    assert not {"0.weight", "5.weight"} & set(traced.gradients)
