@@ -91,6 +91,9 @@ def _compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds a strategy may take (default 10)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures (default out/)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument(
+        "--peers", action="store_true", help="also what users would pick instead, each in a process of its own"
+    )
     parser.add_argument("--graph", type=Path, help="plan on a saved graph (graph.json of `profile`) instead of a model")
     parser.add_argument("--synthetic", help="plan on made-up graphs: chain, tower, unet, transformer, resnet-like, ...")
     return parser
@@ -147,6 +150,7 @@ def _compare_model(options: argparse.Namespace, specs: list[str], budgets: list[
         time_limit_s=options.time_limit,
         out=options.out,
         json_file=options.json,
+        peers=options.peers,
     )
     return 0
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import strategies
 from bench import figures
+from bench.peers import run_peers
 from bench.report import console, print_table
+from bench.results import save_rows
 from bench.run import RUN_COLUMNS, Comparison, run_cells, run_comparison
 from bench.workloads import WorkloadSpec
 from planner.solve import Status
@@ -25,12 +27,16 @@ def compare_model(
     time_limit_s: float,
     out: Path,
     json_file: Path | None,
+    peers: bool,
 ) -> Comparison:
-    """One table of every strategy at every budget, and one figure of memory over time per budget."""
+    """One table of every strategy at every budget, one of what else there is, and a figure of memory per budget."""
     found = run_comparison(spec, strategy_specs, budgets, pairs=pairs, time_limit_s=time_limit_s)
     _print(spec, found, pairs)
+    rows = [row.data() for row in found.rows]
+    if peers:
+        rows += run_peers(spec, pairs=pairs)
     if json_file is not None:
-        json_file.write_text(json.dumps([row.data() for row in found.rows], indent=1) + "\n", encoding="utf-8")
+        save_rows(json_file, command=" ".join(["python -m bench", *sys.argv[1:]]), rows=rows)
     for path in _draw(out, found, budgets):
         console.print(f"figure: {path}")
     return found

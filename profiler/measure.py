@@ -153,9 +153,9 @@ class _Runner:
             self._take(step.into)
         for v in graph.ops[step.op].outputs:
             captured = self.traced.value_nodes[v]
-            self.live[captured] = result if captured is node else result[captured.args[1]]
-            if graph.values[v].base is None:
-                self.made_bytes[graph.values[v].storage] = memory_of(self.live[captured]).nbytes()
+            made = self.live[captured] = result if captured is node else result[captured.args[1]]
+            if graph.values[v].base is None:  # None: some ops leave out what nobody asked for only when they run
+                self.made_bytes[graph.values[v].storage] = 0 if made is None else memory_of(made).nbytes()
 
     def _take(self, storage: int) -> list[Tensor]:
         """Let go of every value in a storage; the list returned holds the last references."""

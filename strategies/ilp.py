@@ -1,45 +1,42 @@
 """`ilp`: the optimum of "keep, or recompute once", with a proven lower bound.
 
-A mixed-integer program with few memory rows (`strategies.ilp_model`) is solved; its keep set is checked by the
-exact simulator; where that finds too many bytes, the program gets a memory row there and is solved again. What it finds
-is polished by local search, and returned unless a seed (`mutwo`, `sqrtn`) is better.
+A mixed-integer program with few memory rows (`strategies.ilp_model`) is solved. Its keep set is checked by the
+exact simulator; where that finds too many bytes, the program gets a memory row there and is solved again. What it
+finds is polished by local search, and returned unless a seed (`mutwo`, `sqrtn`) is better.
+
+The bound holds for the plans of `planner.plan.recompute_once`, whatever they drop, temporaries included.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
 from typing import ClassVar
-
-import numpy as np
-import numpy.typing as npt
 
 import strategies
 from planner.errors import NoPlan
 from planner.incremental import Incremental
-from planner.ir import Graph, Phase
-from planner.plan import NEVER_STAGE, BoundClass, Plan, candidates, temporaries
+from planner.plan import BoundClass, Plan
 from planner.solve import Problem
-from strategies.ilp_model import SparseModel, StagedProgram, unavoidable_bytes
-from strategies.ilp_polish import Polish
-from strategies.ilp_reduce import Reduction, reduce
+from planner.units import human_bytes
+from strategies.ilp_bound import floor_bytes
+from strategies.ilp_model import SparseModel
+from strategies.ilp_polish import Polish, enumerate_all
+from strategies.ilp_shrink import smallest_peak
 from strategies.ilp_solvers import Answer, Outcome, SolverError, SolverName, solve_model
+from strategies.ilp_work import FEW, Work, state_of
 
 SEEDS = ("mutwo", "sqrtn")
-WINDOWS = 8
-MOMENTS_A_ROUND = 8
 ROUNDS = 24
-FEW = 40  # blocks, up to which sets that do not fit are excluded one by one
-EVALUATIONS = 4000
+EVALUATIONS = 4000  # of the exact simulator, for each candidate that is polished
+TRY_EVERY_SET = 12  # storages, up to which what the program leaves open is settled by trying every set
+SQRTN_SIMULATIONS = 90  # about what the seed `sqrtn` costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ilp:
-    """`gap` is the proven relative gap at which it stops; `seeds=false` shows what the program finds alone."""
+    """`gap` is the proven relative gap at which it stops; `seeds=false` shows what it finds alone."""
 
     name: ClassVar[str] = "ilp"
     solver: SolverName = SolverName.ORTOOLS
@@ -65,33 +62,36 @@ class Found:
 
 
 class Search:
-    """One call of `Ilp.plan`."""
+    """One call of `Ilp.plan`. `work` carries over from other budgets on the same graph, and so does a bound."""
 
-    def __init__(self, problem: Problem, options: Ilp, *, work: Work | None = None) -> None:
+    def __init__(self, problem: Problem, options: Ilp, *, work: Work | None = None, bound_us: float = 0.0) -> None:
         self.problem = problem
         self.graph = problem.graph
         self.options = options
-        self.deadline = time.perf_counter() + problem.time_limit_s
+        self.started = time.perf_counter()
+        self.deadline = self.started + problem.time_limit_s
         self.work = work if work is not None else Work(problem)
         self.best: Found | None = None  # the cheapest that fits
+        self.alone: Found | None = None  # the same without seeds
         self.smallest: Found | None = None  # the one with the smallest peak
-        self.alone: Found | None = None  # the cheapest that fits without seeds
-        self.bound_us = 0.0
-        self.impossible = False
+        self.bound_us = bound_us
+        self.impossible = False  # proven for every plan that recomputes once
+        self.floor_bytes = 0  # the smallest peak not proven out of reach of such plans
         self.cut_off = False
         self.failure = ""
 
     def run(self) -> Plan:
         if self.problem.unplanned.peak_bytes <= self.problem.budget_bytes:
             return Plan(lower_bound_us=0.0, bound_class=BoundClass.ANY_SCHEDULE, note="ilp: keeping everything fits")
-        if self.options.seeds:
-            self._try_seeds()
+        self._try_seed("mutwo")
         try:
             self._optimise()
+            self._shrink_if_nothing_fits()
         except SolverError as error:
             self.failure = str(error)
-        if self.best is None:
-            self._shrink()
+        if not self._optimal():
+            self._try_seed("sqrtn")
+        self._try_every_set()
         return self._answer()
 
     # -- candidates -------------------------------------------------------------------------------------------
@@ -99,32 +99,29 @@ class Search:
     def _left_s(self) -> float:
         return self.deadline - time.perf_counter()
 
-    def _try_seeds(self) -> None:
-        for name in SEEDS:
-            plan = strategies.make(name).plan(self.problem)
-            timeline = self.problem.timeline(plan)
-            self._offer(Found(plan=plan, peak_bytes=timeline.peak_bytes, recompute_us=timeline.recompute_us, who=name))
+    def _try_seed(self, name: str) -> None:
+        if not self.options.seeds:
+            return
+        plan = strategies.make(name).plan(self.problem)
+        timeline = self.problem.timeline(plan)
+        found = Found(plan=plan, peak_bytes=timeline.peak_bytes, recompute_us=timeline.recompute_us, who=name)
+        self._offer(found)
+        if self.best is found and not self._proven():
+            dropped = {e.storage for e in plan.evictions}
+            self._polish(state_of(self.graph, dropped, in_place=self.problem.in_place), f"polish of {name}")
 
     def _offer(self, found: Found) -> None:
         if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
             self.smallest = found
         if found.peak_bytes > self.problem.budget_bytes:
             return
-        if self.best is None or found.recompute_us < self.best.recompute_us:
+        if self.best is None or found.recompute_us < self.best.recompute_us - 1e-9:
             self.best = found
-        if found.who not in SEEDS and (self.alone is None or found.recompute_us < self.alone.recompute_us):
+        if not found.who.endswith(SEEDS) and (self.alone is None or found.recompute_us < self.alone.recompute_us):
             self.alone = found
 
     def _offer_state(self, state: Incremental, who: str) -> None:
-        us = state.recompute_us
-        fits = state.peak()[0] <= self.problem.budget_bytes
-        if fits and self.best is not None and us >= self.best.recompute_us:
-            if self.alone is None or us < self.alone.recompute_us:
-                self.alone = Found(plan=state.plan(), peak_bytes=state.peak()[0], recompute_us=us, who=who)
-            return
-        if not fits and self.smallest is not None and state.peak()[0] >= self.smallest.peak_bytes:
-            return
-        self._offer(Found(plan=state.plan(), peak_bytes=state.peak()[0], recompute_us=us, who=who))
+        self._offer(Found(plan=state.plan(), peak_bytes=state.peak()[0], recompute_us=state.recompute_us, who=who))
 
     def _proven(self) -> bool:
         """Whether the best plan is within the gap asked for."""
@@ -132,55 +129,67 @@ class Search:
             return self.impossible
         return self.best.recompute_us - self.bound_us <= self.options.gap * self.best.recompute_us + 1e-9
 
+    def _optimal(self) -> bool:
+        """Whether nothing that recomputes once can be any better."""
+        if self.best is None:
+            return False
+        return self.best.recompute_us - self.bound_us <= 2e-6 * max(1.0, self.best.recompute_us)
+
     # -- the program ------------------------------------------------------------------------------------------
 
     def _optimise(self) -> None:
+        """Solve, check exactly, count memory where it was missed, and again."""
+        if floor_bytes(self.graph) > self.problem.budget_bytes:
+            self.impossible = True
+            return
         budget = target = self.problem.budget_bytes
         excluded: list[frozenset[int]] = []
         for _ in range(ROUNDS):
-            if self._proven() or self._left_s() <= 0:
+            if self._proven() or self._left_s() <= self._reserve_s():
                 break
             program = self.work.program()
             answer = self._solve(program.at(target, excluded))
             if target == budget and (not excluded or self.work.reduction.whole):
-                self.bound_us = max(self.bound_us, answer.bound)
-                self.impossible |= answer.outcome is Outcome.INFEASIBLE and self.best is None
+                self._learn(answer)
             if answer.point is None:
                 break
             kept = frozenset(program.kept(answer.point))
             state = self.work.state(kept)
             self._offer_state(state, "MILP")
             over = state.stage_bytes() - budget
-            if self._proven() or (over.max() <= 0 and target == budget):
+            if self._proven():
                 break
-            if self._count_there(state, over):
+            if self.work.count_there(state, over):
                 target = budget
+            elif over.max() <= 0 and target == budget:
+                self._polish(state, "polish")
+                break
             elif len(program.keep) <= FEW:
                 excluded.append(kept)
             else:
                 target -= max(int(over.max()), budget // 10000)
             if over.max() <= self.work.step_bytes // 50 or len(program.keep) <= FEW:
                 self._polish(state, "polish")
-        self.cut_off |= self._left_s() <= 0 and not self._proven()
+        self.cut_off |= self._left_s() <= self._reserve_s() and not self._proven()
+
+    def _reserve_s(self) -> float:
+        """Time kept back for the seed that comes last, and for polishing before it."""
+        if not self.options.seeds or self._optimal():
+            return 0.0
+        return min(0.25 * self.problem.time_limit_s, SQRTN_SIMULATIONS * self.work.simulation_s)
 
     def _solve(self, model: SparseModel) -> Answer:
         # A little under the gap asked for, so that a plan that costs what the program says is within it.
-        answer = solve_model(model, self.options.solver, time_limit_s=self._left_s(), gap=0.9 * self.options.gap)
+        limit = 0.75 * max(0.0, self._left_s() - self._reserve_s())
+        answer = solve_model(model, self.options.solver, time_limit_s=limit, gap=0.9 * self.options.gap)
         self.cut_off |= answer.outcome is Outcome.CUT_OFF
         return answer
 
-    def _count_there(self, state: Incremental, over: npt.NDArray[np.int64]) -> bool:
-        """Count memory where the exact simulator finds too much; False if it is all counted already."""
-        grown = False
-        for j in _worst(over, MOMENTS_A_ROUND):
-            q = state.busiest_run(j)
-            if q == j and j not in self.work.moments:
-                self.work.moments.add(j)
-                grown = True
-            elif q != j and (j, q) not in self.work.inner and q in self.work.reduction.root:
-                self.work.inner.add((j, q))
-                grown = True
-        return grown
+    def _learn(self, answer: Answer) -> None:
+        if answer.outcome is Outcome.INFEASIBLE:
+            self.impossible = self.best is None
+        elif math.isfinite(answer.bound):
+            self.bound_us = max(self.bound_us, answer.bound)
 
     def _polish(self, state: Incremental, who: str) -> None:
         polish = Polish(
@@ -190,109 +199,62 @@ class Search:
         self.cut_off |= polish.cut_off
         self._offer_state(state, who)
 
-    def _shrink(self) -> None:
-        """Nothing fits: look for the smallest peak there is."""
-        state = self.work.state(())
-        self._offer_state(state, "dropping everything")
-        self._polish(state, "polish")
+    def _shrink_if_nothing_fits(self) -> None:
+        """Look for the smallest peak there is, and prove how small it can be."""
+        if self.best is not None:
+            return
+        found = smallest_peak(self.work, self.options.solver, deadline=self.deadline)
+        self.floor_bytes = found.floor_bytes
+        self.impossible |= found.floor_bytes > self.problem.budget_bytes
+        self.cut_off |= found.cut_off
+        if found.state is not None:
+            self._offer_state(found.state, "MILP")
+            self._polish(found.state, "polish")
+
+    def _try_every_set(self) -> None:
+        """A graph this small leaves no question open."""
+        if self._optimal() or self.impossible or len(self.work.free) > TRY_EVERY_SET:
+            return
+        state = Incremental(self.graph, in_place=self.problem.in_place)
+        dropped = enumerate_all(state, self.work.free, self.problem.budget_bytes)
+        if dropped is None:
+            self.impossible = True
+            return
+        self._offer_state(state_of(self.graph, dropped, in_place=self.problem.in_place), "trying every set")
+        if self.best is not None:
+            self.bound_us, self.cut_off = self.best.recompute_us, False
 
     # -- the answer -------------------------------------------------------------------------------------------
 
     def _answer(self) -> Plan:
         found = self.best if self.best is not None else self.smallest
         if found is None:
-            raise NoPlan(self.failure or f"ilp: no plan within {self.problem.time_limit_s:.0f} s: raise the time limit")
-        bound = self.bound_us if math.isfinite(self.bound_us) else 0.0
+            limit = f"ilp: no plan within {self.problem.time_limit_s:.1f} s; {self._floor()}: raise the time limit"
+            raise NoPlan(self.failure or limit)
         return replace(
             found.plan,
-            lower_bound_us=max(0.0, min(bound, found.recompute_us)),
+            lower_bound_us=max(0.0, min(self.bound_us, found.recompute_us)),
             bound_class=BoundClass.RECOMPUTE_ONCE,
             cut_off=self.cut_off,
             note=self._note(found),
         )
 
     def _note(self, found: Found) -> str:
+        """Who won, what the program reached without seeds, and what is proven."""
+        if self.failure:
+            return f"ilp: only its seeds, {found.who} won; {self.failure}"
         words = [f"ilp: {found.who} won"]
+        if self.best is None:
+            words.append(self._floor())
+        elif self.alone is None:
+            words.append("the program alone found nothing that fits")
+        elif self.best.recompute_us < self.alone.recompute_us - 1e-9:
+            words.append(f"the program alone reached {self.alone.recompute_us / self.graph.time_us:.2%}")
+        if self.cut_off:
+            words.append("cut off by the time limit")
         return "; ".join(words)
 
-
-class Work:
-    """What does not depend on the budget: the reduction, the moments so far and the program built on them."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.graph = problem.graph
-        self.in_place = problem.in_place
-        self.step_bytes = problem.unplanned.above_start_bytes
-        self.moments: set[int] = set()  # where the program counts memory: at ops, and
-        self.inner: set[tuple[int, int]] = set()  # during the rerun of an op placed before another
-        self._program: tuple[int, StagedProgram] | None = None
-
-    @cached_property
-    def reduction(self) -> Reduction:
-        return reduce(self.graph, step_bytes=self.step_bytes)
-
-    @cached_property
-    def movable(self) -> list[int]:
-        """What local search flips: in a small graph also what the program leaves alone."""
-        free = sorted((*candidates(self.graph), *temporaries(self.graph)))
-        return free if len(free) <= FEW else sorted(self.reduction.blocks)
-
-    def program(self) -> StagedProgram:
-        """The program for the moments known by now."""
-        if not self.moments:
-            self.moments.update(first_moments(self.reduction, self.in_place))
-        size = len(self.moments) + len(self.inner)  # both only ever grow
-        if self._program is None or self._program[0] != size:
-            self._program = size, StagedProgram(self.reduction, self.moments, self.inner)
-        return self._program[1]
-
-    def state(self, kept: Iterable[int]) -> Incremental:
-        """The exact state in which `kept` of the blocks are held."""
-        dropped = set(self.reduction.dropped(set(kept)))
-        state = state_of(self.graph, dropped, in_place=self.in_place)
-        for storage in temporaries(self.graph):
-            idle = all(state.rerun_stage(reader) == NEVER_STAGE for reader in self.graph.readers[storage])
-            if idle and not state.is_dropped(storage):
-                state.drop(storage)  # nothing is recomputed from it
-        return state
-
-
-def state_of(graph: Graph, dropped: set[int], *, in_place: bool) -> Incremental:
-    """The exact state of any set of dropped candidates and temporaries."""
-    return Incremental(
-        graph,
-        [s for s in candidates(graph) if s in dropped],
-        kept=[s for s in temporaries(graph) if s not in dropped],
-        in_place=in_place,
-    )
-
-
-def first_moments(reduction: Reduction, in_place: bool) -> set[int]:
-    """Where memory is counted at first: the turns, where the unplanned step peaks, and the worst of equal windows."""
-    graph = reduction.graph
-    turns = [
-        op.id - 1
-        for op in graph.ops
-        if op.id > 0 and op.phase is Phase.BACKWARD and graph.ops[op.id - 1].phase is not Phase.BACKWARD
-    ]
-    moments = {*turns, Incremental(graph, in_place=in_place).peak()[1]}
-    if not turns:
-        return moments
-    least = unavoidable_bytes(reduction)
-    edges = np.linspace(turns[0] + 1, len(graph.ops), WINDOWS * len(turns) + 1).astype(int)
-    for begin, end in pairwise(edges.tolist()):
-        if end > begin:
-            moments.add(int(begin + least[begin:end].argmax()))
-    return moments
-
-
-def _worst(over: npt.NDArray[np.int64], count: int) -> list[int]:
-    """Up to `count` positions over the budget, the worst first, each the worst of its neighbourhood."""
-    apart = max(1, len(over) // 64)
-    left = over.astype(np.int64).copy()
-    found: list[int] = []
-    while len(found) < count and left.max() > 0:
-        j = int(left.argmax())
-        found.append(j)
-        left[max(0, j - apart) : j + apart + 1] = 0
-    return found
+    def _floor(self) -> str:
+        once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if self.floor_bytes else ""
+        proof = "proven: nothing that recomputes once fits; " if self.impossible else ""
+        return f"{proof}no schedule at all runs in less than {human_bytes(floor_bytes(self.graph))}{once}"

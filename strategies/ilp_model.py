@@ -72,6 +72,23 @@ def total(*parts: tuple[float, Linear]) -> Linear:
 ZERO, ONE = Linear(), Linear(1.0)
 
 
+def sparse(
+    cost: list[float], offset: float, integer: list[bool], rows: list[tuple[dict[int, float], float]]
+) -> SparseModel:
+    """Rows given as (coefficients, lower bound) in arrays."""
+    counts = np.fromiter((len(terms) for terms, _ in rows), dtype=np.int64, count=len(rows))
+    size = int(counts.sum())
+    return SparseModel(
+        cost=np.array(cost),
+        offset=offset,
+        integer=np.array(integer, dtype=np.bool_),
+        starts=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts))),
+        columns=np.fromiter((v for terms, _ in rows for v in terms), dtype=np.int64, count=size),
+        coefficients=np.fromiter((c for terms, _ in rows for c in terms.values()), dtype=np.float64, count=size),
+        lower=np.array([lower for _, lower in rows]),
+    )
+
+
 class StagedProgram:
     """The program for one set of moments; `at(budget)` gives it as arrays for one budget.
 
@@ -110,24 +127,23 @@ class StagedProgram:
         for kept in excluded:
             signs = {v: -1.0 if x in kept else 1.0 for x, v in self.keep.items()}
             rows.append((signs, 1.0 - len(kept)))
-        return self._sparse(rows)
+        return sparse(self.cost, self.offset, self.integer, rows)
+
+    def smallest(self, peak_bytes: int, *, max_us: float | None) -> SparseModel:
+        """Minimise the peak, as a share of `peak_bytes`, which is within reach; recomputing at most `max_us`."""
+        share, unit = len(self.cost), peak_bytes / 100
+        rows = list(self.rows)
+        for memory in self.memory:
+            terms = {v: -c / unit for v, c in memory.terms.items()}
+            rows.append(({**terms, share: 100.0}, memory.constant / unit))
+        if max_us is not None:
+            limit = max(max_us, 1.0)
+            rows.append(({v: -c / limit for v, c in enumerate(self.cost) if c}, (self.offset - max_us) / limit))
+        return sparse([0.0] * share + [1.0], 0.0, [*self.integer, False], rows)
 
     def kept(self, solution: Floats) -> set[int]:
         """The blocks that a solution keeps."""
         return {x for x, variable in self.keep.items() if solution[variable] > 0.5}
-
-    def _sparse(self, rows: list[tuple[dict[int, float], float]]) -> SparseModel:
-        counts = np.fromiter((len(terms) for terms, _ in rows), dtype=np.int64, count=len(rows))
-        size = int(counts.sum())
-        return SparseModel(
-            cost=np.array(self.cost),
-            offset=self.offset,
-            integer=np.array(self.integer),
-            starts=np.concatenate(([0], np.cumsum(counts))),
-            columns=np.fromiter((v for terms, _ in rows for v in terms), dtype=np.int64, count=size),
-            coefficients=np.fromiter((c for terms, _ in rows for c in terms.values()), dtype=np.float64, count=size),
-            lower=np.array([lower for _, lower in rows]),
-        )
 
     # -- variables ----------------------------------------------------------------------------------------------
 

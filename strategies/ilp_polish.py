@@ -145,3 +145,17 @@ class Polish:
             gains.append((storage, us - self.state.recompute_us))
             self.state.drop(storage)
         return sorted((g for g in gains if g[1] > WORTH_US), key=lambda g: (-g[1], g[0]))
+
+
+def enumerate_all(state: Incremental, free: Sequence[int], budget_bytes: int) -> frozenset[int] | None:
+    """The dropped set with the least recompute time that fits, of all sets of `free`; None if none fits."""
+    best: tuple[float, frozenset[int]] | None = None
+    for number in range(1, 2 ** len(free) + 1):
+        us = state.recompute_us
+        if state.peak()[0] <= budget_bytes and (best is None or us < best[0] - WORTH_US):
+            best = us, frozenset(state.dropped)
+        turn = (number & -number).bit_length() - 1  # Gray code: each set differs from the last in one storage
+        if turn < len(free):
+            storage = free[turn]
+            (state.keep if state.is_dropped(storage) else state.drop)(storage)
+    return None if best is None else best[1]

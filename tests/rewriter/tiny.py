@@ -43,13 +43,14 @@ def resnet() -> Any:
 
 
 def mobilenet() -> Any:
-    """torchvision's MobileNetV3 with three of its blocks: squeeze and excitation, hardswish, dropout."""
+    """torchvision's MobileNetV3 with four of its blocks: squeeze and excitation, hardswish."""
     module = _torchvision("mobilenetv3")
     config = partial(module.InvertedResidualConfig, width_mult=1.0)
     blocks = [
-        config(8, 3, 16, 8, True, "RE", 1, 1),
-        config(8, 3, 24, 16, False, "HS", 2, 1),
-        config(16, 5, 24, 16, True, "HS", 1, 1),
+        config(8, 3, 16, 8, False, "RE", 1, 1),
+        config(8, 3, 16, 8, True, "HS", 1, 1),
+        config(8, 5, 16, 8, True, "HS", 1, 1),
+        config(8, 3, 16, 8, False, "HS", 1, 1),
     ]
     model = module.MobileNetV3(blocks, last_channel=16, num_classes=4)
     return models.classify, model, models.fused_sgd(list(model.parameters())), images(8)
@@ -68,12 +69,11 @@ ZOO = {"resnet": resnet, "mobilenet": mobilenet, "vit": vit, "bert": bert, "gpt2
 
 
 def network() -> nn.Module:
-    """Convolutions, batch norms, in-place ReLUs, dropouts: every kind of rerun in a few layers."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Dropout(0.2),
-        nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Hardswish(), nn.Dropout(0.1),
-        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(96, 4),
-    )  # fmt: skip
+    """Convolutions, batch norms, in-place ReLUs, dropouts: every kind of rerun, and a few equal layers of each."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 6, 3, padding=1)]
+    for _ in range(4):
+        layers += [nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Conv2d(6, 6, 3, padding=1)]
+    return nn.Sequential(*layers, nn.Hardswish(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(96, 4))
 
 
 def with_step(step: Any, *, optimizer: Any = None, model: Any = network) -> Any:
