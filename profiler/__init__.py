@@ -1,0 +1,31 @@
+"""From a training step to a measured graph: `profile()` captures it and measures every op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from profiler.capture import TracedStep, capture
+from profiler.errors import CaptureError
+from profiler.measure import Measured, OpStats, measure
+from profiler.tracing import TrainStep
+
+__all__ = ["CaptureError", "Measured", "OpStats", "TracedStep", "capture", "measure", "profile"]
+
+
+def profile(
+    train_step: TrainStep,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    name: str = "",
+    show_progress: bool = True,
+) -> Measured:
+    """The whole step as a validated graph with measured times, workspaces, roles and liveness.
+
+    `measured.graph` is what strategies plan on; the model, optimizer and generators stay as they are.
+    """
+    return measure(capture(train_step, model, optimizer, batch, name=name), batch, show_progress=show_progress)

@@ -21,14 +21,14 @@ from planner.plan import BoundClass, Plan
 from planner.solve import Problem
 from planner.units import human_bytes
 from strategies.ilp_bound import floor_bytes
-from strategies.ilp_model import SparseModel
+from strategies.ilp_model import Floats, SparseModel, StagedProgram
 from strategies.ilp_polish import Polish, enumerate_all
 from strategies.ilp_shrink import smallest_peak
 from strategies.ilp_solvers import Answer, Outcome, SolverError, SolverName, solve_model
 from strategies.ilp_work import FEW, Work, state_of
 
 SEEDS = ("mutwo", "sqrtn")
-ROUNDS = 24
+ROUNDS = 60
 EVALUATIONS = 4000  # of the exact simulator, for each candidate that is polished
 TRY_EVERY_SET = 12  # storages, up to which what the program leaves open is settled by trying every set
 SQRTN_SIMULATIONS = 90  # about what the seed `sqrtn` costs
@@ -91,6 +91,7 @@ class Search:
             self.failure = str(error)
         if not self._optimal():
             self._try_seed("sqrtn")
+        self._polish_a_seed()
         self._try_every_set()
         return self._answer()
 
@@ -106,9 +107,6 @@ class Search:
         timeline = self.problem.timeline(plan)
         found = Found(plan=plan, peak_bytes=timeline.peak_bytes, recompute_us=timeline.recompute_us, who=name)
         self._offer(found)
-        if self.best is found and not self._proven():
-            dropped = {e.storage for e in plan.evictions}
-            self._polish(state_of(self.graph, dropped, in_place=self.problem.in_place), f"polish of {name}")
 
     def _offer(self, found: Found) -> None:
         if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
@@ -145,23 +143,18 @@ class Search:
         budget = target = self.problem.budget_bytes
         excluded: list[frozenset[int]] = []
         for _ in range(ROUNDS):
-            if self._proven() or self._left_s() <= self._reserve_s():
+            if self._proven() or self._searching_s() <= 0:
                 break
             program = self.work.program()
-            answer = self._solve(program.at(target, excluded))
-            if target == budget and (not excluded or self.work.reduction.whole):
-                self._learn(answer)
-            if answer.point is None:
+            bounds = target == budget and (not excluded or self.work.reduction.whole)
+            solved = self._solve_round(program, program.at(target, excluded), bounds=bounds)
+            if solved is None or self._proven():
                 break
-            kept = frozenset(program.kept(answer.point))
-            state = self.work.state(kept)
-            self._offer_state(state, "MILP")
+            kept, state = solved
             over = state.stage_bytes() - budget
-            if self._proven():
-                break
             if self.work.count_there(state, over):
                 target = budget
-            elif over.max() <= 0 and target == budget:
+            elif over.max() <= 0:
                 self._polish(state, "polish")
                 break
             elif len(program.keep) <= FEW:
@@ -170,26 +163,63 @@ class Search:
                 target -= max(int(over.max()), budget // 10000)
             if over.max() <= self.work.step_bytes // 50 or len(program.keep) <= FEW:
                 self._polish(state, "polish")
-        self.cut_off |= self._left_s() <= self._reserve_s() and not self._proven()
+        self.cut_off |= self._searching_s() <= 0 and not self._proven()
 
-    def _reserve_s(self) -> float:
-        """Time kept back for the seed that comes last, and for polishing before it."""
-        if not self.options.seeds or self._optimal():
-            return 0.0
-        return min(0.25 * self.problem.time_limit_s, SQRTN_SIMULATIONS * self.work.simulation_s)
+    def _solve_round(
+        self, program: StagedProgram, model: SparseModel, *, bounds: bool
+    ) -> tuple[frozenset[int], Incremental] | None:
+        """First the linear relaxation and the whole points near it; the whole program only where that is not enough.
 
-    def _solve(self, model: SparseModel) -> Answer:
-        # A little under the gap asked for, so that a plan that costs what the program says is within it.
-        limit = 0.75 * max(0.0, self._left_s() - self._reserve_s())
-        answer = solve_model(model, self.options.solver, time_limit_s=limit, gap=0.9 * self.options.gap)
-        self.cut_off |= answer.outcome is Outcome.CUT_OFF
+        Returns the last keep set found, with its exact state; None without one.
+        """
+        relaxed = self._solve(model.relaxed(), bounds=bounds)
+        if relaxed.point is None:
+            return None
+        near = self._solve(model.near(relaxed.point), share=0.3, cut_off_counts=False)
+        solved = None
+        if near.point is not None:
+            solved = self._check(program, near.point)
+            if self._proven() or solved[1].peak()[0] > self.problem.budget_bytes:
+                return solved
+        answer = self._solve(model, hint=near.point, bounds=bounds)
+        return solved if answer.point is None else self._check(program, answer.point)
+
+    def _solve(
+        self,
+        model: SparseModel,
+        *,
+        bounds: bool = False,
+        hint: Floats | None = None,
+        share: float = 0.75,
+        cut_off_counts: bool = True,
+    ) -> Answer:
+        """Solve within a share of the time left; learn from its bound if it is one."""
+        answer = solve_model(
+            model,
+            self.options.solver,
+            time_limit_s=share * max(0.0, self._searching_s()),
+            gap=0.9 * self.options.gap,  # so that a plan that costs what the program says is within the gap
+            hint=hint,
+        )
+        self.cut_off |= cut_off_counts and answer.outcome is Outcome.CUT_OFF
+        if bounds and answer.outcome is Outcome.INFEASIBLE:
+            self.impossible = self.best is None
+        elif bounds and math.isfinite(answer.bound):
+            self.bound_us = max(self.bound_us, answer.bound)
         return answer
 
-    def _learn(self, answer: Answer) -> None:
-        if answer.outcome is Outcome.INFEASIBLE:
-            self.impossible = self.best is None
-        elif math.isfinite(answer.bound):
-            self.bound_us = max(self.bound_us, answer.bound)
+    def _check(self, program: StagedProgram, point: Floats) -> tuple[frozenset[int], Incremental]:
+        """The exact state of a point's keep set, offered as a candidate."""
+        kept = frozenset(program.kept(point))
+        state = self.work.state(kept)
+        self._offer_state(state, "MILP")
+        return kept, state
+
+    def _searching_s(self) -> float:
+        """Time left for the program: some is kept back for the seed that comes last."""
+        wanted = self.options.seeds and not self._optimal()
+        reserve = min(0.25 * self.problem.time_limit_s, SQRTN_SIMULATIONS * self.work.simulation_s)
+        return self._left_s() - (reserve if wanted else 0.0)
 
     def _polish(self, state: Incremental, who: str) -> None:
         polish = Polish(
@@ -198,6 +228,13 @@ class Search:
         polish.run()
         self.cut_off |= polish.cut_off
         self._offer_state(state, who)
+
+    def _polish_a_seed(self) -> None:
+        if self.best is None or self.best.who not in SEEDS or self._proven():
+            return
+        dropped = {e.storage for e in self.best.plan.evictions}
+        state = state_of(self.graph, dropped, in_place=self.problem.in_place)
+        self._polish(state, f"polish of {self.best.who}")
 
     def _shrink_if_nothing_fits(self) -> None:
         """Look for the smallest peak there is, and prove how small it can be."""

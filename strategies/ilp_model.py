@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class SparseModel:
-    """Minimise `offset + cost @ x` with 0 ≤ x ≤ 1 and `lower ≤ matrix @ x` (CSR); the `integer` x are whole."""
+    """Minimise `offset + cost @ x` with `least ≤ x ≤ most` and `lower ≤ matrix @ x` (CSR); `integer` x are whole."""
 
     cost: Floats
     offset: float
     integer: npt.NDArray[np.bool_]
+    least: Floats
+    most: Floats
     starts: Ints
     columns: Ints
     coefficients: Floats
@@ -43,6 +45,15 @@ class SparseModel:
     @property
     def n_rows(self) -> int:
         return len(self.lower)
+
+    def relaxed(self) -> SparseModel:
+        """The same program with no x whole."""
+        return replace(self, integer=np.zeros(self.n_variables, dtype=np.bool_))
+
+    def near(self, point: Floats) -> SparseModel:
+        """The same program where every whole x that already is whole in `point` stays as it is there."""
+        low, high = self.integer & (point < 1e-6), self.integer & (point > 1 - 1e-6)
+        return replace(self, least=np.where(high, 1.0, self.least), most=np.where(low, 0.0, self.most))
 
 
 class Linear:
@@ -82,6 +93,8 @@ def sparse(
         cost=np.array(cost),
         offset=offset,
         integer=np.array(integer, dtype=np.bool_),
+        least=np.zeros(len(cost)),
+        most=np.ones(len(cost)),
         starts=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts))),
         columns=np.fromiter((v for terms, _ in rows for v in terms), dtype=np.int64, count=size),
         coefficients=np.fromiter((c for terms, _ in rows for c in terms.values()), dtype=np.float64, count=size),

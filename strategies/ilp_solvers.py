@@ -63,7 +63,7 @@ def solve_model(
 
 
 def _without_rows(model: SparseModel) -> Answer:
-    point = (model.cost < 0).astype(np.float64)
+    point = np.where(model.cost < 0, model.most, model.least)
     value = model.offset + float(model.cost @ point)
     return Answer(outcome=Outcome.SOLVED, point=point, objective=value, bound=value)
 
@@ -91,9 +91,15 @@ def _ortools(model: SparseModel, *, time_limit_s: float, gap: float, hint: Float
             f"solver=ortools needs the package ortools ({error}): pip install ortools, or use ilp:solver=cbc"
         ) from error
     program = mathopt.Model.from_model_proto(_model_proto(model))
+    # GLOP's optima are corners, which have few fractions to round.
+    kind = mathopt.SolverType.HIGHS if model.integer.any() else mathopt.SolverType.GLOP
     params = mathopt.SolveParameters(time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=gap)
+    hints = mathopt.ModelSolveParameters()
+    if hint is not None:
+        values = dict(zip(program.variables(), hint.tolist(), strict=True))
+        hints.solution_hints.append(mathopt.SolutionHint(variable_values=values))
     try:
-        result = mathopt.solve(program, mathopt.SolverType.HIGHS, params=params)
+        result = mathopt.solve(program, kind, params=params, model_params=hints)
     except Exception as error:
         raise SolverError(f"solver=ortools failed: {error}; try ilp:solver=cbc (pip install pulp)") from error
     return _from_mathopt(mathopt, program, model, result)
@@ -122,8 +128,8 @@ def _model_proto(model: SparseModel) -> Any:
     proto = model_pb2.ModelProto()
     n, m = model.n_variables, model.n_rows
     proto.variables.ids.extend(range(n))
-    proto.variables.lower_bounds.extend([0.0] * n)
-    proto.variables.upper_bounds.extend([1.0] * n)
+    proto.variables.lower_bounds.extend(model.least.tolist())
+    proto.variables.upper_bounds.extend(model.most.tolist())
     proto.variables.integers.extend(model.integer.tolist())
     costly = np.flatnonzero(model.cost)
     proto.objective.offset = model.offset
@@ -167,8 +173,10 @@ def _cbc(model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | 
 def _pulp_problem(pulp: Any, model: SparseModel) -> tuple[Any, list[Any]]:
     problem = pulp.LpProblem("recompute", pulp.LpMinimize)
     variables = [
-        pulp.LpVariable(f"x{i}", 0, 1, pulp.LpInteger if whole else pulp.LpContinuous)
-        for i, whole in enumerate(model.integer.tolist())
+        pulp.LpVariable(f"x{i}", low, high, pulp.LpInteger if whole else pulp.LpContinuous)
+        for i, (low, high, whole) in enumerate(
+            zip(model.least.tolist(), model.most.tolist(), model.integer.tolist(), strict=True)
+        )
     ]
     costly = np.flatnonzero(model.cost).tolist()
     problem += pulp.LpAffineExpression([(variables[i], float(model.cost[i])) for i in costly])
