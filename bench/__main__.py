@@ -63,6 +63,8 @@ def _compare(arguments: list[str]) -> int:
     budgets = [piece.strip() for piece in options.budget.split(",") if piece.strip()]
     if options.graph is not None or options.synthetic is not None:
         return _compare_graphs(options, specs, budgets)
+    if options.batches is not None:
+        return _sweep(options, specs, budgets)
     return _compare_model(options, specs, budgets)
 
 
@@ -93,6 +95,11 @@ def _compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(
         "--peers", action="store_true", help="also what users would pick instead, each in a process of its own"
+    )
+    parser.add_argument(
+        "--batches",
+        type=_batches,
+        help="4,8,16: peak and latency against batch size, for the first strategy and budget",
     )
     parser.add_argument("--graph", type=Path, help="plan on a saved graph (graph.json of `profile`) instead of a model")
     parser.add_argument("--synthetic", help="plan on made-up graphs: chain, tower, unet, transformer, resnet-like, ...")
@@ -135,6 +142,22 @@ def _compare_graphs(options: argparse.Namespace, specs: list[str], budgets: list
         print_comparison(found, title=f"{graph.name}: strategies compared", caption=caption)
     if options.json is not None:
         write_json(options.json, rows)
+    return 0
+
+
+def _sweep(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
+    _check_folder(options.out)
+    from bench.sweep import run_sweep
+
+    run_sweep(
+        _workload(options),
+        options.batches,
+        specs[0],
+        budgets[0],
+        pairs=options.pairs,
+        time_limit_s=options.time_limit,
+        out=options.out,
+    )
     return 0
 
 
@@ -291,6 +314,10 @@ def _check_writable(path: Path) -> None:
 def _check_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     _check_writable(path / ".writable")
+
+
+def _batches(text: str) -> list[int]:
+    return [_positive(piece) for piece in text.split(",")]
 
 
 def _positive(text: str) -> int:

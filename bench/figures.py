@@ -247,6 +247,47 @@ def draw_time_by_kind(path: Path, rows: Sequence[tuple[str, dict[Phase, float], 
         axes.legend(loc="lower right", frameon=False)
 
 
+def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
+    """Peak memory against batch size: two bars a batch, without and with a plan, stacked by role."""
+    present = {name for row in rows for name in (*row["by_role_eager"], *row["by_role_planned"])}
+    with _axes(path) as axes:
+        for side, key in ((-0.2, "by_role_eager"), (0.2, "by_role_planned")):
+            bottom = [0.0] * len(rows)
+            for role in (role for role in ROLE_COLORS if role.value in present):
+                heights = [row[key].get(role.value, 0) / GIB for row in rows]
+                label = ROLE_NAMES[role] if side < 0 else None
+                places = [i + side for i in range(len(rows))]
+                bars = axes.bar(places, heights, 0.36, bottom=bottom, color=ROLE_COLORS[role], label=label)
+                for bar, row in zip(bars, rows, strict=True):
+                    bar.set_hatch("" if row["measured"] else "//")
+                bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+            if side > 0:
+                for i, row in enumerate(rows):
+                    less = 1 - sum(row[key].values()) / sum(row["by_role_eager"].values())
+                    axes.text(i + side, bottom[i], f"−{less:.0%}", ha="center", va="bottom", fontsize=9)
+        labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in rows]
+        axes.set_xticks(range(len(rows)), labels)
+        axes.set(xlabel="batch size: left without, right with a plan", ylabel="peak memory (GiB)", title=title)
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def draw_batch_latency(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
+    """Time of a step against batch size, without and with a plan."""
+    timed = [row for row in rows if row["eager_s"] is not None and row["planned_s"] is not None]
+    with _axes(path) as axes:
+        for key, label, color in (("eager_s", "without", "#444444"), ("planned_s", "with a plan", "#2a7f3f")):
+            axes.plot([row["batch"] for row in timed], [row[key] for row in timed], "o-", color=color, label=label)
+        for row in timed:
+            text = f"{row['planned_s'] / row['eager_s']:.2f}x" + ("" if row["measured"] else "\n(predicted)")
+            axes.annotate(
+                text, (row["batch"], row["planned_s"]), (0, 8), textcoords="offset points", ha="center", fontsize=9
+            )
+        axes.set_xticks([row["batch"] for row in timed])
+        axes.set(xlabel="batch size", ylabel="time of a step (s)", title=title)
+        axes.set_ylim(bottom=0, top=1.2 * max((row["planned_s"] for row in timed), default=1.0))
+        axes.legend(frameon=False, loc="upper left")
+
+
 def unplanned_curve(graph: Graph) -> Curve:
     """Memory over time of the step as it is."""
     schedule = lower(graph, Plan())

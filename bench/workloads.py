@@ -56,6 +56,17 @@ class WorkloadSpec:
         sizes += [self.dtype] if self.dtype != "float32" else []
         return " ".join([self.source or self.model, *sizes])
 
+    @property
+    def slug(self) -> str:
+        """A name for files; the batch is left out."""
+        sizes = (
+            self.source or self.model,
+            self.image and f"{self.image}px",
+            self.seq and f"s{self.seq}",
+            self.optimizer,
+        )
+        return "_".join("".join(c if c.isalnum() else "_" for c in size) for size in sizes if size)
+
     def make(self) -> Workload:
         """The train step, model, optimizer and batch; WorkloadError names what cannot be had."""
         maker = _imported(self.source) if self.source else _from_zoo(self.model)
