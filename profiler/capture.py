@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -15,6 +16,7 @@ from profiler.convention import Convention
 from profiler.errors import CaptureError
 from profiler.functional import clean
 from profiler.lift import lift
+from profiler.ops import own_generators
 from profiler.tracing import TrainStep, trace_step
 
 
@@ -34,6 +36,11 @@ class TracedStep:
     convention: Convention
     gradients: Mapping[str, int]
     opaque_reason: str
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The user's own generators that the step draws from."""
+        return tuple({id(g): g for node in self.nodes for g in own_generators(node)}.values())
 
     def run(self, batch: Any) -> Any:
         """One step of the captured graph, on the user's live model and optimizer."""

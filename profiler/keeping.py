@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,15 +14,16 @@ from profiler.swapping import preserved
 
 
 @contextmanager
-def state_kept(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def state_kept(model: nn.Module, optimizer: Optimizer, *, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Whatever a step does inside: afterwards every tensor, gradient, counter and generator is as before.
 
-    The copies lie in main memory, wherever the model is.
+    The copies lie in main memory, wherever the model is. `generators` are the user's own, beside the devices'.
     """
     params = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
     gradients = [(p, p.grad) for p in params]
     states = {p: dict(state) for p, state in optimizer.state.items()}
     groups = [(group, dict(group)) for group in optimizer.param_groups]  # some optimizers count in their groups
+    drawn = [(generator, generator.get_state()) for generator in generators]
     live = _tensors(model, params, states)
     saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
     try:
@@ -39,6 +40,8 @@ def state_kept(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         for group, before in groups:
             group.clear()
             group.update(before)
+        for generator, state in drawn:
+            generator.set_state(state)
 
 
 def _tensors(model: nn.Module, params: list[Any], states: dict[Any, dict[str, Any]]) -> list[Tensor]:

@@ -63,7 +63,7 @@ def measure(traced: TracedStep, batch: Any, *, meter: Meter | None = None, show_
     meter = meter or meter_for(_device(traced))
     schedule = lower(traced.graph, Plan())
     with (
-        state_kept(convention.model, convention.optimizer),
+        state_kept(convention.model, convention.optimizer, generators=traced.generators),
         below_autograd(),
         Progress(transient=True, disable=not show_progress) as bar,
     ):

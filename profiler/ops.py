@@ -163,6 +163,13 @@ def is_random(node: fx.Node) -> bool:
     return not (node.target is not fresh and argument(node, "dropout_p") == 0.0)
 
 
+def own_generators(node: fx.Node) -> tuple[torch.Generator, ...]:
+    """The user's generators that the op is told to draw from, instead of the device's own."""
+    module = node.graph.owning_module
+    held = [getattr(module, str(source.target)) for source in node.all_input_nodes if source.op == "get_attr"]
+    return tuple(constant for constant in held if isinstance(constant, torch.Generator))
+
+
 def has_effect(node: fx.Node) -> bool:
     """Whether the op does anything besides making its outputs."""
     if node.op != "call_function":
@@ -176,6 +183,8 @@ def why_never_rerun(node: fx.Node) -> str:
     op = overload(node)
     if op is None:
         return "runs the user's own optimizer" if isinstance(node.target, OpaqueStep) else "is not a torch op"
+    if own_generators(node):
+        return "draws from a generator of the user's"
     if node.target is not fresh and base_name(op) in _UNINITIALISED:
         return "returns memory that is not initialised"
     on_cuda = any(tensor.device.type == "cuda" for tensor in tensors_of(node))

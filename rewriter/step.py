@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,6 +210,7 @@ class CheckpointedStep:
             batch,
             predicted_peak_bytes=timeline.above_start_bytes,
             unread_gradients=[slot.tensor() for slot in convention.dropped],
+            generators=form.traced.generators,
             compare_gradients=not self._settings.free_gradients,
             steps=self._settings.verify_steps,
         )
@@ -251,8 +253,10 @@ def _over_budget(solution: Solution, limit: int, margin: int) -> str:
     help_text = "a smaller batch"
     if lowest.nbytes < limit:
         help_text = f"another strategy or a longer time limit may get below it; {help_text} always does"
+    needed = found.peak_bytes if found else lowest.nbytes
+    enough = graph.start_bytes + math.ceil((needed - graph.start_bytes) / (1 - MARGIN))
     return (
         f"{solution.strategy}: no plan fits {human_bytes(limit)} ({human_bytes(margin)} of it kept free): {least}. "
         f"No plan at all can go under {lowest}. What would help: {help_text}, or a budget of at least "
-        f"{human_bytes(found.peak_bytes + margin) if found else human_bytes(lowest.nbytes)}"
+        f"{enough} bytes ({human_bytes(enough)})"
     )

@@ -66,16 +66,19 @@ def verify(
     *,
     predicted_peak_bytes: int,
     unread_gradients: Sequence[Tensor] = (),
+    generators: Sequence[torch.Generator] = (),
     compare_gradients: bool = True,
     steps: int = 3,
 ) -> Verification:
     """Run both from the same state and generator for a few steps; the user's objects stay as they are.
 
-    `eager` and `planned` take a batch and step the same `model` and `optimizer`. `compare_gradients` is off for
-    a planned step that was told to free them.
+    `eager` and `planned` take a batch and step the same `model` and `optimizer`. `generators` are the user's own
+    that they draw from. `compare_gradients` is off for a planned step that was told to free them.
     """
-    expected = observe(eager, model, optimizer, batch, steps=steps, unread_gradients=unread_gradients)
-    actual = observe(planned, model, optimizer, batch, steps=steps, unread_gradients=unread_gradients)
+    expected, actual = (
+        observe(step, model, optimizer, batch, steps=steps, unread_gradients=unread_gradients, generators=generators)
+        for step in (eager, planned)
+    )
     return compare(expected, actual, predicted_peak_bytes=predicted_peak_bytes, compare_gradients=compare_gradients)
 
 
@@ -120,6 +123,7 @@ def observe(
     *,
     steps: int,
     unread_gradients: Sequence[Tensor] = (),
+    generators: Sequence[torch.Generator] = (),
 ) -> Observation:
     """Step a few times and put everything back.
 
@@ -132,7 +136,7 @@ def observe(
     seen: Observed = {}
     returned: list[Any] = []
     without = [p for p in model.parameters() if p.grad is None]
-    with state_kept(model, optimizer):
+    with state_kept(model, optimizer, generators=generators):
         for i in range(steps - 1):
             _take(seen, i, step(batch), model)
             _clear(without)
@@ -144,6 +148,8 @@ def observe(
         seen["generators", "CPU generator"] = torch.get_rng_state()
         if device.type == "cuda":
             seen["generators", "CUDA generator"] = torch.cuda.get_rng_state(device)
+        for i, generator in enumerate(generators):
+            seen["generators", f"generator {i} of the step's own"] = generator.get_state()
     return Observation(steps=steps, tensors=seen, peak_bytes=peak)
 
 

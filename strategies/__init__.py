@@ -28,6 +28,7 @@ _BUILT_IN = {
     "sqrtn": "strategies.sqrtn:SqrtN",
     "cheap": "strategies.cheap:Cheap",
     "ilp": "strategies.ilp:Ilp",
+    "auto": "strategies.auto:Auto",
 }
 
 

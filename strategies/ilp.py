@@ -163,7 +163,17 @@ class Search:
                 target -= max(int(over.max()), budget // 10000)
             if over.max() <= self.work.step_bytes // 50 or len(program.keep) <= FEW:
                 self._polish(state, "polish")
+        if self.best is not None and not self._proven() and not self.impossible and self._searching_s() > 0:
+            self._raise_bound()
         self.cut_off |= self._searching_s() <= 0 and not self._proven()
+
+    def _raise_bound(self) -> None:
+        """Whatever the candidates came from: the whole program at the budget itself proves most."""
+        program = self.work.program()
+        answer = self._solve(program.at(self.problem.budget_bytes), bounds=True)
+        if answer.point is not None and not self._proven():
+            _, state = self._check(program, answer.point)
+            self._polish(state, "polish")
 
     def _solve_round(
         self, program: StagedProgram, model: SparseModel, *, bounds: bool
@@ -223,7 +233,11 @@ class Search:
 
     def _polish(self, state: Incremental, who: str) -> None:
         polish = Polish(
-            state, self.work.movable, self.problem.budget_bytes, evaluations=EVALUATIONS, deadline=self.deadline
+            state,
+            self.work.movable,
+            self.problem.budget_bytes,
+            evaluations=min(EVALUATIONS, 4 * len(self.work.movable) ** 2),
+            deadline=self.deadline,
         )
         polish.run()
         self.cut_off |= polish.cut_off

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -156,8 +157,9 @@ def _cbc(model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | 
         raise SolverError(
             f"solver=cbc needs the package pulp ({error}): pip install pulp, or use ilp:solver=ortools"
         ) from error
-    problem, variables = _pulp_problem(pulp, model)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP's, of the names that all its releases know
+        problem, variables = _pulp_problem(pulp, model)
         log = Path(folder) / "cbc.log"
         command = pulp.PULP_CBC_CMD(
             msg=False, timeLimit=time_limit_s, gapRel=gap, threads=1, logPath=str(log), keepFiles=False

@@ -138,3 +138,13 @@ def test_a_parameter_that_only_the_optimizer_knows_is_put_back():
         scale.grad = torch.ones(3)
     assert scale.tolist() == [1.0, 1.0, 1.0]
     assert scale.grad is None
+
+
+def test_the_users_own_generators_are_put_back_where_they_are_named():
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+    model = nn.Linear(2, 2)
+    with state_kept(model, small.sgd(model), generators=[generator]):
+        torch.rand(5, generator=generator)
+        assert not torch.equal(generator.get_state(), state)
+    assert torch.equal(generator.get_state(), state)

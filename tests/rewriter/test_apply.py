@@ -213,8 +213,8 @@ def test_the_measured_peak_is_the_simulated_one_when_part_is_dropped(network, sh
     assert network.peak(schedule) == network.predicted(schedule)
 
 
-def test_dropping_everything_takes_less_memory(case):
-    assert case.peak(everything(case, recompute_each_time)) < case.peak(lower(case.graph, Plan()))
+def test_dropping_everything_takes_less_memory(network):
+    assert network.peak(everything(network, recompute_each_time)) < network.peak(lower(network.graph, Plan()))
 
 
 # -- batch norm -----------------------------------------------------------------------------------------------------
@@ -385,3 +385,63 @@ def test_the_measured_peak_of_any_evictions_is_the_simulated_one(network, data):
     schedule = lower(network.graph, data.draw(evictions(network.graph)))
     state = torch.get_rng_state().nbytes
     assert 0 <= network.peak(schedule) - network.predicted(schedule) <= state
+
+
+# -- kinds of random ops ---------------------------------------------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Two layers with something random behind each."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        self.between = between
+
+    def forward(self, x):
+        h = self.between(torch.tanh(self.a(x)))
+        return self.c(self.between(torch.tanh(self.b(h))))
+
+
+def attention(h):
+    heads = h.view(2, 6, 4, 8)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).reshape(h.shape)
+
+
+RANDOM = {
+    "native dropout": lambda h: torch.native_dropout(h, 0.4, True)[0],
+    "dropout in place": lambda h: F.dropout(h * 1.0, 0.4, inplace=True),
+    "feature dropout": lambda h: F.feature_alpha_dropout(h.view(-1, 8, 2, 2), 0.3, True).flatten(1),
+    "noise": lambda h: h + torch.randn_like(h),
+    "noise from shape": lambda h: h * torch.rand(h.shape),
+    "leaky with random slope": lambda h: F.rrelu(h, training=True),
+    "Gumbel": lambda h: F.gumbel_softmax(h),
+    "multinomial": lambda h: h * torch.multinomial(h.detach().softmax(1), 1),
+    "Bernoulli": lambda h: h * torch.bernoulli(torch.sigmoid(h.detach())),
+    "attention": attention,
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_replayed_random_op_of_any_kind_draws_what_it_drew(name):
+    case = Case(small.make(model=lambda: Between(RANDOM[name])))
+    assert any(op.rerun in (Rerun.REPLAY_RNG, Rerun.NEVER) for op in case.graph.ops if op.phase is Phase.FORWARD)
+    for make in MAKERS.values():
+        case.assert_exact(everything(case, make))
+
+
+def test_an_op_that_draws_from_the_users_own_generator_is_never_rerun():
+    generator = torch.Generator()
+
+    def made():
+        generator.manual_seed(3)
+        return small.make(model=lambda: Between(lambda h: h * torch.rand(h.shape, generator=generator)))()
+
+    expected = eager(seeded(made), steps=3)
+    workload = seeded(made)
+    traced = measured(workload)
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state()), "measuring drew from it"
+    drawing = [op for op in traced.graph.ops if "rand" in op.target]
+    assert {op.never_reason for op in drawing} == {"draws from a generator of the user's"}
+    module = apply(traced, lower(traced.graph, recompute_each_time(traced.graph, candidates(traced.graph))))
+    assert_same(expected, history(lambda b: traced.convention.call(module, b), workload, steps=3))

@@ -20,7 +20,7 @@ from tests.rewriter.side_by_side import (
     seeded,
 )
 
-SPECS = ["sqrtn", "cheap", "mutwo", "mutwo:faithful=true", "ilp"]
+SPECS = [*(name for name in strategies.names() if name != "keep_all"), "mutwo:faithful=true"]
 
 
 @pytest.fixture(scope="module", params=tiny.ZOO)
@@ -52,10 +52,6 @@ def test_ten_steps_under_a_plan_that_drops_a_third_or_more_equal_eager(captured,
     with state_kept(model, optimizer):
         actual = history(lambda one: traced.convention.call(module, one), workload, steps=10)
     assert_same(expected, actual)
-
-
-def test_every_strategy_but_the_control_is_in_the_matrix():
-    assert {spec.partition(":")[0] for spec in SPECS} == set(strategies.names()) - {"keep_all"}
 
 
 # -- step forms ---------------------------------------------------------------------------------------------------
