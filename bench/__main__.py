@@ -16,6 +16,7 @@ commands:
   python -m bench verify           prove on a step that the planned one does the same arithmetic
   python -m bench accuracy         predicted memory and time against two independent meters
   python -m bench exactness        models x optimizers x strategies, each compared with eager bit by bit
+  python -m bench plans            strategies on full-size graphs with the times of a fixed roofline
   python -m bench micro            how fast planning is, and how it grows
 
 examples:
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "accuracy": _accuracy,
         "exactness": _exactness,
         "micro": _micro,
+        "plans": _plans,
         "profile": _profile,
         "verify": _verify,
     }
@@ -119,9 +121,8 @@ def _strategy_specs(text: str) -> list[str]:
 
 def _compare_graphs(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
     from bench.planning import SYNTHETIC, compare_graph, write_json
-    from bench.report import print_comparison
+    from bench.report import graph_caption, print_comparison
     from planner.ir import Graph
-    from planner.units import human_bytes
 
     if options.graph is not None:
         graphs = [Graph.load(options.graph)]
@@ -134,12 +135,7 @@ def _compare_graphs(options: argparse.Namespace, specs: list[str], budgets: list
     for graph in graphs:
         found = compare_graph(graph, specs, budgets, time_limit_s=options.time_limit)
         rows += found
-        base = found[0].solution.problem.unplanned
-        caption = (
-            f"{len(graph.ops):,} ops, times {graph.timing}. Unplanned peak {human_bytes(base.peak_bytes)}, of which "
-            f"{human_bytes(base.start_bytes)} before the step. 'of step': what the step adds, planned to unplanned."
-        )
-        print_comparison(found, title=f"{graph.name}: strategies compared", caption=caption)
+        print_comparison(found, title=f"{graph.name}: strategies compared", caption=graph_caption(found))
     if options.json is not None:
         write_json(options.json, rows)
     return 0
@@ -250,6 +246,32 @@ def _exactness(arguments: list[str]) -> int:
     from bench.exactness import run_exactness
 
     return 0 if run_exactness(_strategy_specs(options.strategy), steps=options.steps, out=options.out) else 1
+
+
+def _plans(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench plans",
+        description="Compare strategies on captured graphs of full size, with the times of a fixed A100-like roofline. "
+        "Without a model: ResNet-50 and -152, BERT, GPT-2 and DenseNet-121.",
+    )
+    _add_workload(parser)
+    parser.add_argument("--strategy", default="keep_all,sqrtn,cheap,mutwo:faithful=true,mutwo,ilp", help="as above")
+    parser.add_argument("--budget", default="90%,70%,50%,40%,30%", help="as for `python -m bench`")
+    parser.add_argument("--time-limit", type=float, default=12.0, help="seconds a strategy may take (default 12)")
+    parser.add_argument("--out", type=Path, help="also save the rows to this file, with versions and machine")
+    options = parser.parse_args(arguments)
+    if options.out is not None:
+        _check_writable(options.out)
+    from bench.plans import MODELS, run_plans
+
+    run_plans(
+        [_workload(options)] if options.model or options.source else MODELS,
+        _strategy_specs(options.strategy),
+        [piece.strip() for piece in options.budget.split(",")],
+        time_limit_s=options.time_limit,
+        out=options.out,
+    )
+    return 0
 
 
 def _micro(arguments: list[str]) -> int:

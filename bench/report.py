@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.solve import COLUMNS, Row, Status, cells
+from planner.units import human_bytes
 
 console = Console()
 if not console.is_terminal:
@@ -39,3 +40,13 @@ def print_comparison(rows: Sequence[Row], *, title: str, caption: str = "") -> N
         line[status] = f"[{_COLORS[row.solution.status]}]{line[status]}[/]"
         colored.append(line[1:])  # the title names the graph
     print_table(title, COLUMNS[1:], colored, caption=caption)
+
+
+def graph_caption(rows: Sequence[Row]) -> str:
+    """What a comparison on one graph was made on."""
+    problem = rows[0].solution.problem
+    base = problem.unplanned
+    return (
+        f"{len(problem.graph.ops):,} ops, times {problem.graph.timing}. Unplanned peak {human_bytes(base.peak_bytes)}, of "
+        f"which {human_bytes(base.start_bytes)} before the step. 'of step': what the step adds, planned to unplanned."
+    )

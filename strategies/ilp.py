@@ -17,7 +17,7 @@ from typing import ClassVar
 import strategies
 from planner.errors import NoPlan
 from planner.incremental import Incremental
-from planner.plan import BoundClass, Plan
+from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem
 from planner.units import human_bytes
 from strategies.ilp_bound import floor_bytes
@@ -282,13 +282,11 @@ class Search:
         if found is None:
             limit = f"ilp: no plan within {self.problem.time_limit_s:.1f} s; {self._floor()}: raise the time limit"
             raise NoPlan(self.failure or limit)
-        return replace(
-            found.plan,
-            lower_bound_us=max(0.0, min(self.bound_us, found.recompute_us)),
-            bound_class=BoundClass.RECOMPUTE_ONCE,
-            cut_off=self.cut_off,
-            note=self._note(found),
-        )
+        plan = replace(found.plan, cut_off=self.cut_off, note=self._note(found))
+        if self.best is None:
+            return plan  # a bound on the time of plans that fit says nothing of one that does not
+        bound_us = max(0.0, min(self.bound_us, found.recompute_us))
+        return with_bound(plan, lower_bound_us=bound_us, bound_class=BoundClass.RECOMPUTE_ONCE)
 
     def _note(self, found: Found) -> str:
         """Who won, what the program reached without seeds, and what is proven."""

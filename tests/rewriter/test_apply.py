@@ -93,6 +93,12 @@ def network():
     return Case(CASES["network"])
 
 
+@pytest.fixture(scope="module", params=["network", "bert"])
+def traceable(request):
+    """Those whose optimizer is inside the graph: all that they do is ops."""
+    return Case(CASES[request.param])
+
+
 def everything(case, make=recompute_once):
     """The schedule that drops whatever can be dropped."""
     return lower(case.graph, make(case.graph, candidates(case.graph)))
@@ -182,9 +188,8 @@ def alive_before_runs(graph, schedule):
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("name", ["network", "bert"])
-def test_what_runs_is_the_schedule_and_what_it_frees_is_gone(name, make, in_place, request):
-    case = Case(CASES[name]) if name != "network" else request.getfixturevalue("network")
+def test_what_runs_is_the_schedule_and_what_it_frees_is_gone(traceable, make, in_place):
+    case = traceable
     schedule = lower(case.graph, make(case.graph, candidates(case.graph)), in_place=in_place)
     module = apply(case.traced, schedule)
     convention = case.traced.convention

@@ -190,10 +190,9 @@ def test_default_adam_with_clipping_and_accumulation_equals_eager(spec):
     assert_planned_equals_eager(tiny.with_step(step, optimizer=adam), spec)
 
 
-@BOTH
 @pytest.mark.parametrize("optimizer", [tiny.sgd, adam, fused_adamw], ids=lambda optimizer: optimizer.__name__)
 @pytest.mark.filterwarnings("ignore:Detected call of")  # the scheduler is made after the first step
-def test_a_scheduler_between_the_steps_is_honoured(optimizer, spec):
+def test_a_scheduler_between_the_steps_is_honoured(optimizer):
     def scheduled():
         schedulers = []
 
@@ -204,7 +203,7 @@ def test_a_scheduler_between_the_steps_is_honoured(optimizer, spec):
 
         return between
 
-    assert_planned_equals_eager(tiny.with_step(plain, optimizer=optimizer), spec, between=scheduled)
+    assert_planned_equals_eager(tiny.with_step(plain, optimizer=optimizer), "mutwo", between=scheduled)
 
 
 @BOTH
