@@ -45,8 +45,8 @@ def print_comparison(rows: Sequence[Row], *, title: str, caption: str = "") -> N
 def graph_caption(rows: Sequence[Row]) -> str:
     """What a comparison on one graph was made on."""
     problem = rows[0].solution.problem
-    base = problem.unplanned
+    peak, start = human_bytes(problem.unplanned.peak_bytes), human_bytes(problem.unplanned.start_bytes)
     return (
-        f"{len(problem.graph.ops):,} ops, times {problem.graph.timing}. Unplanned peak {human_bytes(base.peak_bytes)}, of "
-        f"which {human_bytes(base.start_bytes)} before the step. 'of step': what the step adds, planned to unplanned."
+        f"{len(problem.graph.ops):,} ops, times {problem.graph.timing}. Unplanned peak {peak}, of which {start} before "
+        "the step. 'of step': what the step adds, planned to unplanned."
     )

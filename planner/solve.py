@@ -151,7 +151,7 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
         schedule=schedule,
         timeline=timeline,
         solve_s=solve_s,
-        reason=_reason(problem, timeline),
+        reason=_reason(problem, plan, timeline),
     )
 
 
@@ -168,12 +168,12 @@ def _check_bound(label: str, plan: Plan, timeline: Timeline) -> None:
         )
 
 
-def _reason(problem: Problem, timeline: Timeline) -> str:
+def _reason(problem: Problem, plan: Plan, timeline: Timeline) -> str:
     over = timeline.peak_bytes - problem.budget_bytes
     if over > 0:
         return (
             f"smallest peak found {human_bytes(timeline.peak_bytes)}, {human_bytes(over)} over the budget of "
-            f"{human_bytes(problem.budget_bytes)}"
+            f"{human_bytes(problem.budget_bytes)}{f'; {plan.note}' if plan.note else ''}"
         )
     return f"peak {human_bytes(timeline.peak_bytes)} within {human_bytes(problem.budget_bytes)}"
 

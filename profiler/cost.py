@@ -103,8 +103,8 @@ _ATTENTION_ON_CPU = (
 def _attention_flops(packet: Any, args: tuple[Any, ...]) -> int:
     shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*shapes[:3]))
-    return int(sdpa_backward_flop_count(*shapes[:4]))
+        return int(sdpa_flop_count(*shapes[:3]))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flop_count(*shapes[:4]))  # type: ignore[no-untyped-call]
 
 
 def _fake(arguments: Any) -> Any:

@@ -218,7 +218,7 @@ def test_the_cpu_probe_sees_what_a_call_frees():
     held = []
     with CpuMeter().memory_probe() as probe:
         held += probe.watch(lambda: [buffer(500), buffer(20)])
-        probe.watch(held.pop)
+        assert probe.watch(lambda: held.pop().nbytes) == 20
     assert probe.samples()[1] == MemorySample(before_bytes=520, peak_bytes=520, after_bytes=500)
 
 

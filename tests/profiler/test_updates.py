@@ -63,7 +63,7 @@ def with_optimizer(made, model=deep, train_step=small.step):
     return small.make(train_step, model=model, optimizer=lambda m: made(m.parameters()))
 
 
-@pytest.mark.parametrize("options", [{"free_gradients": True}, {"early_updates": True}, BOTH], ids=str)
+@pytest.mark.parametrize("options", [{"early_updates": True}, BOTH], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bits_are_eagers_with_every_optimizer_inside_the_graph(name, options):
     assert_equals_eager(with_optimizer(OPTIMIZERS[name]), **options)

@@ -1,5 +1,6 @@
 """The rewritten step runs the schedule and nothing else: op by op, byte by byte, bit by bit."""
 
+from functools import cache
 from itertools import accumulate
 
 import pytest
@@ -83,20 +84,26 @@ def _clipped(model, optimizer, batch):
     return norm
 
 
+@cache
+def case_of(name):
+    """Captured and measured once: no test leaves it changed."""
+    return Case(CASES[name])
+
+
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
-    return Case(CASES[request.param])
+    return case_of(request.param)
 
 
 @pytest.fixture(scope="module")
 def network():
-    return Case(CASES["network"])
+    return case_of("network")
 
 
 @pytest.fixture(scope="module", params=["network", "bert"])
 def traceable(request):
     """Those whose optimizer is inside the graph: all that they do is ops."""
-    return Case(CASES[request.param])
+    return case_of(request.param)
 
 
 def everything(case, make=recompute_once):

@@ -169,7 +169,7 @@ def test_a_smaller_budget_takes_less_memory_down_to_the_floor_and_never_more_tha
             break
     else:
         pytest.fail("no budget was ever too small")
-    assert len(peaks) > 3
+    assert len(peaks) >= 3
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.6 * peaks[0]
 
