@@ -80,7 +80,7 @@ def _compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--strategy",
-        default="sqrtn,mutwo",
+        default="sqrtn,mutwo,ilp",
         help="one, several with commas, or 'all'; options after a colon: sqrtn:segments=12",
     )
     parser.add_argument(
@@ -201,7 +201,7 @@ def _verify(arguments: list[str]) -> int:
         description="Plan a step, run it and the plain one from the same state, and compare every bit they leave.",
     )
     _add_workload(parser)
-    parser.add_argument("--strategy", default="mutwo", help="as for `python -m bench` (default mutwo)")
+    parser.add_argument("--strategy", default="auto", help="as for `python -m bench` (default auto)")
     parser.add_argument("--budget", default="70%", help="as for `python -m bench` (default 70%%)")
     parser.add_argument("--steps", type=_positive, default=3, help="training steps to compare (default 3)")
     options = parser.parse_args(arguments)
@@ -237,7 +237,7 @@ def _exactness(arguments: list[str]) -> int:
         prog="python -m bench exactness",
         description="Prove models x optimizers x strategies equal to eager, to the bit, with all dropped that can be.",
     )
-    parser.add_argument("--strategy", default="sqrtn,cheap,mutwo", help="as for `python -m bench`")
+    parser.add_argument("--strategy", default="sqrtn,cheap,mutwo,ilp", help="as for `python -m bench`")
     parser.add_argument("--steps", type=_positive, default=10, help="training steps to compare (default 10)")
     parser.add_argument("--out", type=Path, help="also save the rows to this file, with versions and machine")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """The one-call API: your train step in, the same step under a byte budget out.
 
 from rewriter import checkpoint
-step = checkpoint(train_step, model, optimizer, batch, budget="4GiB", strategy="mutwo")
+step = checkpoint(train_step, model, optimizer, batch, budget="4GiB")
 for batch in loader:
     loss = step(batch)
 """
@@ -29,7 +29,7 @@ def checkpoint(
     batch: Any,
     *,
     budget: str | int,
-    strategy: str | Strategy = "mutwo",
+    strategy: str | Strategy = "auto",
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     plan: str | Path | None = None,
     verify: bool | int = False,

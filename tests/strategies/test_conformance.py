@@ -17,7 +17,17 @@ from planner.solve import Problem, Strategy
 from strategies import conformance
 from strategies.conformance import StrategyConformance
 
-SPECS = ("keep_all", "mutwo", "mutwo:faithful=true", "sqrtn", "sqrtn:segments=3", "sqrtn:snap=false", "cheap")
+SPECS = (
+    "auto",
+    "ilp",
+    "keep_all",
+    "mutwo",
+    "mutwo:faithful=true",
+    "sqrtn",
+    "sqrtn:segments=3",
+    "sqrtn:snap=false",
+    "cheap",
+)
 
 
 class TestOurOwn(StrategyConformance):
