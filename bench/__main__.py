@@ -92,7 +92,7 @@ def _compare_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pairs", type=_positive, default=5, help="rounds of eager and planned steps in turn (default 5)"
     )
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds a strategy may take (default 10)")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a strategy may take (default 5)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures (default out/)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(

@@ -149,16 +149,31 @@ def test_clipping_by_value_lets_updates_go_early():
     assert min(updates) < max(op.id for op in traced.graph.ops if op.phase is Phase.BACKWARD)
 
 
-def test_a_parameter_that_the_backward_still_reads_is_updated_only_afterwards():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+class Shared(nn.Module):
+    """One layer used twice."""
 
-        def forward(self, x):
-            return self.head(self.layer(self.layer(x).tanh()).tanh())
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
 
-    assert_equals_eager(with_optimizer(OPTIMIZERS["SGD"], model=Shared), **BOTH)
+    def forward(self, x):
+        return self.head(self.layer(self.layer(x).tanh()).tanh())
+
+
+class Scaled(nn.Module):
+    """The gradient of `scale` is complete one op before the backward reads `scale` for the last time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale, self.head = nn.Linear(6, 6), nn.Parameter(torch.rand(12, 6)), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.scale * self.layer(x).tanh())
+
+
+@pytest.mark.parametrize("model", [Shared, Scaled])
+def test_a_parameter_that_the_backward_still_reads_is_updated_only_afterwards(model):
+    assert_equals_eager(with_optimizer(OPTIMIZERS["SGD fused"], model=model), **BOTH)
 
 
 def test_accumulation_over_micro_batches_waits_for_the_last_one():

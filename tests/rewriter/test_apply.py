@@ -349,6 +349,21 @@ def test_an_input_that_is_read_later_is_never_written_over():
     case.assert_exact(everything(case))
 
 
+def test_memory_that_an_op_sees_in_two_ways_is_never_written_over():
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        h = model[0](batch[0])
+        loss = h.square().mean()
+        loss.backward()
+        optimizer.step()
+        square = h.detach()[:8] * 2.0
+        return loss, square * square.t()  # nothing else reads `square`: only its other side is in the way
+
+    case = Case(small.make(step))
+    case.assert_exact(lower(case.graph, Plan()))
+    case.assert_exact(everything(case))
+
+
 # -- any plan ---------------------------------------------------------------------------------------------------------
 
 a_few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
