@@ -273,18 +273,21 @@ def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) 
 
 def draw_batch_latency(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
     """Time of a step against batch size, without and with a plan."""
-    timed = [row for row in rows if row["eager_s"] is not None and row["planned_s"] is not None]
+    sides = (("eager_s", "without", "#444444"), ("planned_s", "with a plan", "#2a7f3f"))
     with _axes(path) as axes:
-        for key, label, color in (("eager_s", "without", "#444444"), ("planned_s", "with a plan", "#2a7f3f")):
-            axes.plot([row["batch"] for row in timed], [row[key] for row in timed], "o-", color=color, label=label)
-        for row in timed:
+        for key, label, color in sides:
+            there = [row for row in rows if row[key] is not None]
+            axes.plot([row["batch"] for row in there], [row[key] for row in there], "o-", color=color, label=label)
+        for row in rows:
+            if row["eager_s"] is None or row["planned_s"] is None:
+                continue
             text = f"{row['planned_s'] / row['eager_s']:.2f}x" + ("" if row["measured"] else "\n(predicted)")
             axes.annotate(
                 text, (row["batch"], row["planned_s"]), (0, 8), textcoords="offset points", ha="center", fontsize=9
             )
-        axes.set_xticks([row["batch"] for row in timed])
-        axes.set(xlabel="batch size", ylabel="time of a step (s)", title=title)
-        axes.set_ylim(bottom=0, top=1.2 * max((row["planned_s"] for row in timed), default=1.0))
+        highest = max((row[key] for row in rows for key, _, _ in sides if row[key] is not None), default=1.0)
+        axes.set_xticks([row["batch"] for row in rows])
+        axes.set(xlabel="batch size", ylabel="time of a step (s)", title=title, ylim=(0, 1.2 * highest))
         axes.legend(frameon=False, loc="upper left")
 
 

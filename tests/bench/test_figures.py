@@ -47,3 +47,36 @@ def test_every_figure_is_drawn(tmp_path):
     pictures = sorted(tmp_path.glob("*.png"))
     assert len(pictures) == 5
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_batch_figures_are_drawn_with_rows_that_have_no_plan_or_no_time(tmp_path):
+    roles = {"param": 10, "activation": 30}
+    rows = [
+        {
+            "batch": 4,
+            "measured": True,
+            "eager_s": 1.0,
+            "planned_s": 1.1,
+            "by_role_eager": roles,
+            "by_role_planned": roles,
+        },
+        {
+            "batch": 8,
+            "measured": True,
+            "eager_s": 2.0,
+            "planned_s": None,
+            "by_role_eager": roles,
+            "by_role_planned": {},
+        },
+        {
+            "batch": 9,
+            "measured": False,
+            "eager_s": None,
+            "planned_s": None,
+            "by_role_eager": roles,
+            "by_role_planned": roles,
+        },
+    ]
+    figures.draw_batch_peaks(tmp_path / "peaks.png", rows, title="t")
+    figures.draw_batch_latency(tmp_path / "latency.png", rows, title="t")
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in tmp_path.glob("*.png"))

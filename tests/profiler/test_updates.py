@@ -168,7 +168,7 @@ class Scaled(nn.Module):
         self.layer, self.scale, self.head = nn.Linear(6, 6), nn.Parameter(torch.rand(12, 6)), nn.Linear(6, 4)
 
     def forward(self, x):
-        return self.head(self.scale * self.layer(x).tanh())
+        return self.head(self.layer(x).tanh() * self.scale)
 
 
 @pytest.mark.parametrize("model", [Shared, Scaled])
