@@ -85,7 +85,15 @@ def _rows_of(workload: Workload, names: dict[str, Any], specs: Sequence[str], st
 def _observed(call: Any, workload: Workload, traced: TracedStep, steps: int) -> Observation:
     _, model, optimizer, batch = workload
     unread = [slot.tensor() for slot in traced.convention.dropped]
-    return observe(call, model, optimizer, batch, steps=steps, unread_gradients=unread)
+    return observe(
+        call,
+        model,
+        optimizer,
+        batch,
+        steps=steps,
+        unread_gradients=unread,
+        generators=traced.generators,
+    )
 
 
 def _print(rows: Sequence[dict[str, Any]], specs: Sequence[str], steps: int) -> None:

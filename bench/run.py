@@ -146,7 +146,15 @@ def _problem(measured: Measured, budget: str, time_limit_s: float) -> Problem:
 def _observe(step: Callable[[Any], Any], workload: Workload, traced: TracedStep) -> Observation:
     _, model, optimizer, batch = workload
     unread = [slot.tensor() for slot in traced.convention.dropped]
-    return observe(step, model, optimizer, batch, steps=PROVEN_STEPS, unread_gradients=unread)
+    return observe(
+        step,
+        model,
+        optimizer,
+        batch,
+        steps=PROVEN_STEPS,
+        unread_gradients=unread,
+        generators=traced.generators,
+    )
 
 
 def _prove(found: _Candidate, workload: Workload, traced: TracedStep, expected: Observation) -> None:

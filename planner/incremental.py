@@ -244,7 +244,9 @@ class Incremental:
                 fresh += self._nbytes[s]
             else:
                 copies += self._nbytes[s]
-        if op.rng_state is not None and op.id == stage and self._stage[op.id] != NEVER_STAGE:
+        if op.rng_state is not None and op.id != stage:
+            copies += self._nbytes[op.rng_state]  # where the generator stands, put back after the replay
+        elif op.rng_state is not None and self._stage[op.id] != NEVER_STAGE:
             fresh += self._nbytes[op.rng_state]
         return fresh, copies
 

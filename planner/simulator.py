@@ -112,6 +112,8 @@ class _Walk:
             else:
                 resident[storage] = 1
                 self.live_bytes += nbytes[storage]
+        if again and op.rng_state is not None:
+            transient += nbytes[op.rng_state]  # where the generator stands now, to be put back after the replay
         if run.kind is RunKind.ORIGINAL_SAVING_RNG and op.rng_state is not None:
             resident[op.rng_state] = 1
             self.live_bytes += nbytes[op.rng_state]

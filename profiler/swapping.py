@@ -189,6 +189,29 @@ def only_this_optimizer(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
+def noted_generator_resets(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` whenever the step sets or seeds a default generator: the graph would not do it again."""
+    places = [(torch, "set_rng_state"), (torch, "manual_seed"), (torch.random, "set_rng_state")]
+    places += [(torch.random, "manual_seed"), (torch.cuda, "set_rng_state"), (torch.cuda, "manual_seed_all")]
+    saved = [(module, name, getattr(module, name)) for module, name in places]
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note()
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name, function in saved:
+        setattr(module, name, noting(function))
+    try:
+        yield
+    finally:
+        for module, name, function in saved:
+            setattr(module, name, function)
+
+
+@contextmanager
 def autocast_cache() -> Iterator[None]:
     """Cached casts as in eager: a weight used twice is cast once, and its gradient summed in low precision."""
     enabled = torch.is_autocast_cache_enabled()

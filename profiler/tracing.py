@@ -37,7 +37,7 @@ from profiler.convention import (
     TensorSpec,
 )
 from profiler.errors import CaptureError, explain
-from profiler.ops import memory_of
+from profiler.ops import is_random, memory_of
 from profiler.optimizers import OpaqueStep, make_lazy_state, refusing_schedulers, why_opaque
 from profiler.origins import GRADIENT_OF, Stamper
 from profiler.swapping import (
@@ -45,6 +45,7 @@ from profiler.swapping import (
     WatchedGroup,
     autocast_cache,
     foreach_on_stand_ins,
+    noted_generator_resets,
     only_this_optimizer,
     preserved,
     python_generators,
@@ -253,12 +254,25 @@ class _Session:
             live = self.params | self.buffers
             stack.enter_context(Redirect({key: self.args[slot] for key, slot in live.items()}))
             training = [(module, module.training) for module in self.model.modules()]
-            result = train_step(self.model, self.optimizer, self._batch())
+            resets: list[int] = []
+            with noted_generator_resets(lambda: resets.append(len(self.tracer.graph.nodes))):
+                result = train_step(self.model, self.optimizer, self._batch())
+            self._refuse_draws_after(resets)
             outcome = self._collect(result, training)
         for slot, tensor in self.args.items():
             if memory_of(tensor)._cdata != storages[slot]:
                 raise CaptureError(f"the step gives {slot.name} other memory (`.data =`): write in place")
         return outcome
+
+    def _refuse_draws_after(self, resets: list[int]) -> None:
+        """A step that resets the generator and then draws: the graph would draw other numbers, silently."""
+        if not resets or not any(is_random(node) for node in list(self.tracer.graph.nodes)[resets[0] :]):
+            return
+        raise CaptureError(
+            "the step sets the state of the random generator and then draws from it, which a graph cannot repeat. "
+            "Activation checkpointing inside the model (torch.utils.checkpoint, gradient_checkpointing_enable()) does "
+            "this around dropout: switch it off, the plan does its work; a manual_seed belongs before the step"
+        )
 
     def _batch(self) -> Any:
         leaves = [self.args.get(BatchSlot(leaf=i), leaf) for i, leaf in enumerate(self.batch_leaves)]

@@ -25,6 +25,8 @@ def naive_bytes(graph: Graph, schedule: Schedule) -> list[int]:
             live.update(made)
             if step.kind is RunKind.ORIGINAL_SAVING_RNG:
                 live.add(op.rng_state)
+            if step.kind is RunKind.RERUN and op.rng_state is not None:
+                extra += graph.storages[op.rng_state].nbytes  # the generator's own state, kept aside meanwhile
         totals.append(sum(graph.storages[s].nbytes for s in live) + extra)
     return totals
 

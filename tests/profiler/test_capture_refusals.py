@@ -278,3 +278,33 @@ def test_a_step_that_is_no_longer_the_captured_one_is_noticed(change):
     with pytest.raises(CaptureError, match=CHANGES[change]):
         traced.run(batch)
     assert torch.equal(weights, model[0].weight)
+
+
+def test_checkpointing_inside_the_model_is_refused_where_it_would_redraw_dropout():
+    class Inside(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(p), nn.Linear(4, 4))
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False).sum()
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for p, refused in ((0.5, True), (0.0, False)):
+        model = Inside(p)
+        if not refused:
+            model.inner[1] = nn.Identity()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = torch.get_rng_state()
+        if refused:
+            with pytest.raises(CaptureError, match="checkpointing inside the model"):
+                capture(step, model, optimizer, torch.ones(2, 4))
+        else:
+            assert capture(step, model, optimizer, torch.ones(2, 4)).graph.ops
+        assert torch.equal(torch.get_rng_state(), before)
