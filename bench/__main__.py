@@ -17,6 +17,7 @@ commands:
   python -m bench accuracy         predicted memory and time against two independent meters
   python -m bench exactness        models x optimizers x strategies, each compared with eager bit by bit
   python -m bench plans            strategies on full-size graphs with the times of a fixed roofline
+  python -m bench results          make the tables of bench/results again from the rows beside them
   python -m bench micro            how fast planning is, and how it grows
 
 examples:
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "micro": _micro,
         "plans": _plans,
         "profile": _profile,
+        "results": _results,
         "verify": _verify,
     }
     try:
@@ -271,6 +273,18 @@ def _plans(arguments: list[str]) -> int:
         time_limit_s=options.time_limit,
         out=options.out,
     )
+    return 0
+
+
+def _results(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench results", description="Make the tables of bench/results again from their rows."
+    )
+    parser.parse_args(arguments)
+    from bench.tables import make_tables
+
+    for path in make_tables():
+        print(path)
     return 0
 
 

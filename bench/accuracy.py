@@ -69,8 +69,8 @@ def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None)
         with console.status(f"measuring {spec.title} in a fresh process"):
             rows.append(_in_fresh_process(spec, pairs))
         print_table("Accuracy so far", COLUMNS, [accuracy_cells(row) for row in rows])
-    if out is not None:
-        save_rows(out, command=f"python -m bench accuracy --pairs {pairs}", rows=rows)
+        if out is not None:
+            save_rows(out, command=f"python -m bench accuracy --pairs {pairs}", rows=rows)
     return rows
 
 

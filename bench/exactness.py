@@ -43,7 +43,7 @@ def run_exactness(specs: Sequence[str], *, steps: int, out: Path | None) -> bool
         for row in _rows(specs, steps):
             bar.update(task, advance=1, description=f"{row['model']} {row['optimizer']} {row['strategy']}")
             rows.append(row)
-    _print(rows, specs, steps)
+    _print(rows, steps)
     if out is not None:
         save_rows(out, command=f"python -m bench exactness --strategy {','.join(specs)} --steps {steps}", rows=rows)
     return all(row["exact"] for row in rows)
@@ -96,14 +96,20 @@ def _observed(call: Any, workload: Workload, traced: TracedStep, steps: int) -> 
     )
 
 
-def _print(rows: Sequence[dict[str, Any]], specs: Sequence[str], steps: int) -> None:
+def matrix(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[Sequence[str]]]:
+    """Rows as one line per model and optimizer, one column per strategy."""
+    specs = tuple(dict.fromkeys(row["strategy"] for row in rows))
     table: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         cell = f"{'exact' if row['exact'] else 'DIFFERS: ' + row['first_mismatch']}, {row['dropped_share']:.0%} dropped"
         table.setdefault((row["model"], row["optimizer"]), []).append(cell)
+    return ("model", "optimizer", *specs), [(*key, *cells) for key, cells in table.items()]
+
+
+def _print(rows: Sequence[dict[str, Any]], steps: int) -> None:
     caption = (
         f"{steps} steps against eager: every returned value, gradient, parameter, buffer, optimizer state and the "
         "generator compared bit by bit; the share of activation bytes dropped"
     )
-    lines = [(*key, *cells) for key, cells in table.items()]
-    print_table("Exactness", ("model", "optimizer", *specs), lines, caption=caption)
+    columns, lines = matrix(rows)
+    print_table("Exactness", columns, lines, caption=caption)
