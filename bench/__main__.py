@@ -87,7 +87,7 @@ def _compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--budget",
-        default="70%,60%",
+        default="60%",
         help="one or several with commas: bytes of total peak ('4GiB') or '50%%' of what the step adds to memory",
     )
     _add_workload(parser)
