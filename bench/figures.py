@@ -199,7 +199,9 @@ def draw_memory_by_role(path: Path, graph: Graph, schedule: Schedule, *, title: 
         axes.set(xlabel="time in the step (ms)", ylabel="live memory (GiB)", title=title, xlim=(0, line.ms[-1]))
         axes.set_ylim(0, 1.25 * line.peak_bytes / GIB)
         handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles[::-1], labels[::-1], loc="upper right", frameon=False, ncols=2, fontsize=8)
+        axes.legend(
+            handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9
+        )
 
 
 def draw_peak_breakdown(path: Path, timeline: Timeline, *, title: str) -> None:
