@@ -1,0 +1,116 @@
+"""Compare strategies on a model, on a saved graph, or over batch sizes: what `python -m bench` does by itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bench.commands.options import (
+    add_workload,
+    batches,
+    check_folder,
+    check_writable,
+    positive,
+    split_commas,
+    strategy_specs,
+    workload,
+)
+from planner.errors import PlannerError
+
+HELP = """\
+Compare recomputation strategies: peak memory and time against the plain step.
+Without arguments: ResNet-152 at batch 16 with images of 96 pixels, about two minutes on two cores."""
+DEFAULT_BATCH_AND_IMAGE = (16, 96)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strategy",
+        default="sqrtn,mutwo,ilp",
+        help="one, several with commas, or 'all'; options after a colon: sqrtn:segments=12",
+    )
+    parser.add_argument(
+        "--budget",
+        default="60%",
+        help="one or several with commas: bytes of total peak ('4GiB') or '50%%' of what the step adds to memory",
+    )
+    add_workload(parser)
+    parser.add_argument(
+        "--pairs", type=positive, default=5, help="rounds of eager and planned steps in turn (default 5)"
+    )
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a strategy may take (default 5)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures (default out/)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument(
+        "--peers", action="store_true", help="also what users would pick instead, each in a process of its own"
+    )
+    parser.add_argument(
+        "--batches", type=batches, help="4,8,16: peak and latency against batch size, for the first strategy and budget"
+    )
+    parser.add_argument("--graph", type=Path, help="plan on a saved graph (graph.json of `profile`) instead of a model")
+    parser.add_argument("--synthetic", help="plan on made-up graphs: chain, tower, unet, transformer, resnet-like, ...")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.json is not None:
+        check_writable(options.json)
+    specs, budgets = strategy_specs(options.strategy), split_commas(options.budget)
+    if options.graph is not None or options.synthetic is not None:
+        return _compare_graphs(options, specs, budgets)
+    check_folder(options.out)
+    if options.batches is not None:
+        return _sweep(options, specs[0], budgets[0])
+    return _compare_model(options, specs, budgets)
+
+
+def _compare_graphs(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
+    from bench.planning import SYNTHETIC, compare_graph, write_json
+    from bench.report import graph_caption, print_comparison
+    from planner.ir import Graph
+
+    if options.graph is not None:
+        graphs = [Graph.load(options.graph)]
+    else:
+        chosen = split_commas(options.synthetic)
+        if unknown := [name for name in chosen if name not in SYNTHETIC]:
+            raise PlannerError(f"unknown graph {unknown[0]!r}: there are {', '.join(SYNTHETIC)}")
+        graphs = [SYNTHETIC[name]() for name in chosen]
+    rows = []
+    for graph in graphs:
+        found = compare_graph(graph, specs, budgets, time_limit_s=options.time_limit)
+        rows += found
+        print_comparison(found, title=f"{graph.name}: strategies compared", caption=graph_caption(found))
+    if options.json is not None:
+        write_json(options.json, rows)
+    return 0
+
+
+def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
+    from bench.sweep import run_sweep
+
+    run_sweep(
+        workload(options),
+        options.batches,
+        spec,
+        budget,
+        pairs=options.pairs,
+        time_limit_s=options.time_limit,
+        out=options.out,
+    )
+    return 0
+
+
+def _compare_model(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
+    from bench.compare import compare_model
+
+    compare_model(
+        workload(options, default=DEFAULT_BATCH_AND_IMAGE),
+        specs,
+        budgets,
+        pairs=options.pairs,
+        time_limit_s=options.time_limit,
+        out=options.out,
+        json_file=options.json,
+        peers=options.peers,
+    )
+    return 0

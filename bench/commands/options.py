@@ -1,0 +1,103 @@
+"""Options that several commands share, and the checks done before any work starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from planner.errors import PlannerError
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """The options that say what to train."""
+    group = parser.add_argument_group("what to train")
+    group.add_argument(
+        "--model", help="resnet18, resnet50, resnet152 (default), mobilenet, vit, densenet121, bert, gpt2"
+    )
+    group.add_argument(
+        "--import",
+        dest="source",
+        default="",
+        metavar="PACKAGE.MODULE:MAKE",
+        help="your own: make(batch_size) -> (train_step, model, optimizer, batch)",
+    )
+    group.add_argument("--batch", type=positive, help="batch size (each model has its own default)")
+    group.add_argument("--image", type=positive, help="pixels a side, for image models")
+    group.add_argument("--seq", type=positive, help="tokens, for language models")
+    group.add_argument("--optimizer", help="sgd, adamw, adam (fused, inside the graph), adamw-default, adam-default")
+    group.add_argument("--dtype", default="float32", help="float32, or bfloat16 for autocast")
+
+
+def workload(options: argparse.Namespace, *, default: tuple[int, int] | None = None):  # type: ignore[no-untyped-def]
+    """The workload that was asked for; `default` is the batch and image of a call that names no model and no size."""
+    from bench.workloads import WorkloadSpec
+
+    batch, image = options.batch, options.image
+    if default is not None and not options.model and not options.source and batch is None and image is None:
+        batch, image = default
+    return WorkloadSpec(
+        model=options.model or "resnet152",
+        source=options.source,
+        batch=batch,
+        image=image,
+        seq=options.seq,
+        optimizer=options.optimizer,
+        dtype=options.dtype,
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Notice an unwritable target before the work starts."""
+    existed = path.exists()
+    with path.open("a", encoding="utf-8"):
+        pass
+    if not existed:
+        path.unlink()
+
+
+def check_folder(path: Path) -> None:
+    """Make the folder, and notice before the work starts when nothing can be written there."""
+    path.mkdir(parents=True, exist_ok=True)
+    check_writable(path / ".writable")
+
+
+def batches(text: str) -> list[int]:
+    """Batch sizes with commas: '4,8,16'."""
+    return [positive(piece) for piece in text.split(",")]
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
+def strategy_specs(text: str) -> list[str]:
+    """The strategies named, each known to exist with these options."""
+    from strategies import make, names, split_specs
+
+    specs = list(names()) if text == "all" else split_specs(text)
+    for spec in specs:
+        make(spec)  # a bad one is told before any work
+    if not specs:
+        raise PlannerError("--strategy names none: write one, several with commas, or 'all'")
+    return specs
+
+
+def split_commas(text: str) -> list[str]:
+    """The pieces between commas, without blanks."""
+    return [piece.strip() for piece in text.split(",") if piece.strip()]
+
+
+def add_rows_out(parser: argparse.ArgumentParser) -> None:
+    """The file that keeps a command's rows; found unwritable before the work starts."""
+    parser.add_argument(
+        "--out", dest="rows_file", type=Path, help="also save the rows to this file, with versions and machine"
+    )
+
+
+def names_a_workload(options: argparse.Namespace) -> bool:
+    """Whether the call says what to train, rather than leaving it to the command."""
+    return bool(options.model or options.source)

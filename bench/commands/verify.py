@@ -1,0 +1,23 @@
+"""`python -m bench verify`: proof on a step that the planned one does the same arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+
+from bench.commands.options import add_workload, positive, strategy_specs, workload
+
+HELP = "Plan a step, run it and the plain one from the same state, and compare every bit they leave."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_workload(parser)
+    parser.add_argument("--strategy", default="auto", help="as for `python -m bench` (default auto)")
+    parser.add_argument("--budget", default="70%", help="as for `python -m bench` (default 70%%)")
+    parser.add_argument("--steps", type=positive, default=3, help="training steps to compare (default 3)")
+
+
+def run(options: argparse.Namespace) -> int:
+    (spec,) = strategy_specs(options.strategy)
+    from bench.compare import verify_model
+
+    return 0 if verify_model(workload(options), spec, options.budget, steps=options.steps) else 1
