@@ -12,7 +12,7 @@ from bench import figures
 from bench.report import console, print_table
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, candidates, lower, rerun_reads
+from planner.plan import Plan, candidates, lower, recomputation
 from planner.simulator import Timeline, simulate
 from planner.units import human_bytes
 from profiler.capture import capture
@@ -139,7 +139,7 @@ def activation_rows(graph: Graph) -> Iterable[tuple[Any, ...]]:
         live = graph.liveness[storage.id]
         if storage.role is not Role.ACTIVATION or live.created_at is None:
             continue
-        us = _recomp_time_us(graph, storage.id, droppable)
+        us = recomputation(graph, storage.id, droppable.__contains__).time_us(graph)
         accesses = (live.created_at, live.last_fw_access, live.first_bw_access, live.last_bw_access)
         yield (
             graph.storage_names[storage.id], graph.ops[live.created_at].module_path, storage.nbytes,
@@ -147,16 +147,3 @@ def activation_rows(graph: Graph) -> Iterable[tuple[Any, ...]]:
             round(live.inactive_us, 1), round(us, 3), round(storage.nbytes / us, 1) if us else "",
             "yes" if storage.id in droppable else "no",
         )  # fmt: skip
-
-
-def _recomp_time_us(graph: Graph, storage: int, resident: set[int]) -> float:
-    chain: set[int] = set()
-    wanted = [graph.maker[storage]]
-    while wanted:
-        op = wanted.pop()
-        if op is None or op in chain:
-            continue
-        chain.add(op)
-        sources = {graph.values[v].storage for v in rerun_reads(graph.ops[op])} - {storage}
-        wanted.extend(graph.maker[s] for s in sources if s not in resident)
-    return sum(graph.ops[op].time_us for op in chain)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, Run, RunKind, Schedule, candidates, cannot_drop, rerun_reads, temporaries
+from planner.plan import Plan, Run, RunKind, Schedule, candidates, cannot_drop, recomputation, temporaries
 from planner.units import human_bytes
 
 
@@ -76,16 +76,7 @@ class _Explainer:
 
     def _cost(self, storage: int) -> float:
         """Run time of the ops that make `storage` from inputs and from what the plan keeps."""
-        graph, chain = self.graph, set[int]()
-        wanted = [graph.maker[storage]]
-        while wanted:
-            op_id = wanted.pop()
-            if op_id is None or op_id in chain:
-                continue
-            chain.add(op_id)
-            sources = (graph.values[v].storage for v in rerun_reads(graph.ops[op_id]))
-            wanted.extend(graph.maker[s] for s in sources if s in self.evicted)
-        return sum(graph.ops[op].time_us for op in chain)
+        return recomputation(self.graph, storage, lambda s: s not in self.evicted).time_us(self.graph)
 
     def _words(self, storage: int, choice: Choice, cost: float | None) -> str:
         graph = self.graph

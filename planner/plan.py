@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import csv
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from math import fsum
 from pathlib import Path
 
 from planner import files
@@ -211,6 +212,38 @@ def rerun_reads(op: Op) -> tuple[int, ...]:
     if op.rerun is not Rerun.WITHOUT_SIDE_EFFECT:
         return op.inputs
     return tuple(v for v in op.inputs if v not in op.mutates)
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """The ops that bring a storage back, and the resident storages that they start from."""
+
+    ops: frozenset[int]
+    sources: frozenset[int]
+
+    def time_us(self, graph: Graph) -> float:
+        """Run time of the ops, each counted once."""
+        return fsum(graph.ops[op].time_us for op in self.ops)
+
+
+def recomputation(graph: Graph, storage: int, is_resident: Callable[[int], bool]) -> Recomputation:
+    """Walk back from `storage` to what is resident, or to the inputs of the step."""
+    ops, sources = set[int](), set[int]()
+    wanted = [graph.maker[storage]]
+    while wanted:
+        op = wanted.pop()
+        if op is None or op in ops:
+            continue
+        ops.add(op)
+        for v in rerun_reads(graph.ops[op]):
+            source = graph.values[v].storage
+            if source == storage:
+                continue
+            if is_resident(source):
+                sources.add(source)
+            else:
+                wanted.append(graph.maker[source])
+    return Recomputation(frozenset(ops), frozenset(sources))
 
 
 def rerun_stages(graph: Graph, dropped: Collection[int]) -> list[int]:

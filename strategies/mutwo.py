@@ -33,7 +33,7 @@ from typing import ClassVar
 
 from planner.incremental import Incremental
 from planner.ir import Graph
-from planner.plan import Plan, candidates, recompute_each_time, recompute_once, rerun_reads
+from planner.plan import Plan, candidates, recomputation, recompute_each_time, recompute_once
 from planner.solve import Problem
 from strategies.mutwo_paper import paper_picks
 
@@ -114,7 +114,7 @@ class _Scores:
         self.counted = counted
         self.remaining = dict.fromkeys(candidates(graph))
         self.idle = {s: _idle(graph, s) for s in self.remaining}
-        self.recomp_srcs: dict[int, set[int]] = {}
+        self.recomp_srcs: dict[int, frozenset[int]] = {}
         self.recomp_time: dict[int, float] = {}
         self.recomp_cnt = dict.fromkeys(self.remaining, 1)
         self.users: dict[int, set[int]] = {s: set() for s in self.remaining}  # source -> who starts from it
@@ -141,23 +141,11 @@ class _Scores:
 
     def _walk_back(self, storage: int) -> None:
         """Set `recomp_srcs` and `recomp_time` of a storage from what is resident now."""
-        graph, graph_ops, sources = self.graph, set[int](), set[int]()
-        wanted = [graph.maker[storage]]
-        while wanted:
-            op = wanted.pop()
-            if op is None or op in graph_ops:
-                continue
-            graph_ops.add(op)
-            for v in rerun_reads(graph.ops[op]):
-                source = graph.values[v].storage
-                if source in self.remaining and source != storage:
-                    sources.add(source)
-                elif source != storage:
-                    wanted.append(graph.maker[source])
-        for source in sources:
+        recomp_graph = recomputation(self.graph, storage, self.remaining.__contains__)
+        for source in recomp_graph.sources:
             self.users[source].add(storage)
-        self.recomp_srcs[storage] = sources
-        self.recomp_time[storage] = sum(graph.ops[op].time_us for op in graph_ops)
+        self.recomp_srcs[storage] = recomp_graph.sources
+        self.recomp_time[storage] = recomp_graph.time_us(self.graph)
 
     def _score(self, storage: int) -> None:
         total = self.recomp_time[storage] * (self.recomp_cnt[storage] if self.counted else 1)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.ir import Graph
-from planner.plan import candidates, rerun_reads
+from planner.plan import candidates, recomputation
 
 
 @dataclass(slots=True)
@@ -45,19 +45,8 @@ def paper_picks(graph: Graph, limit_bytes: int) -> list[int]:
 
 def _candidate(graph: Graph, storage: int) -> _Candidate:
     """Algorithm D, with the sources the paper leaves open: graph inputs and other candidates."""
-    others, ops, sources = set(candidates(graph)) - {storage}, set[int](), set[int]()
-    wanted = [graph.maker[storage]]
-    while wanted:
-        op = wanted.pop()
-        if op is None or op in ops:
-            continue
-        ops.add(op)
-        for source in (graph.values[v].storage for v in rerun_reads(graph.ops[op])):
-            if source in others:
-                sources.add(source)
-            elif source != storage:
-                wanted.append(graph.maker[source])
-    time = sum(graph.ops[op].time_us for op in ops)
+    recomp_graph = recomputation(graph, storage, set(candidates(graph)).__contains__)
+    sources, time = set(recomp_graph.sources), recomp_graph.time_us(graph)
     live = graph.liveness[storage]
     assert live.idle_until is not None
     last = live.last_bw_access if live.last_bw_access is not None else live.idle_until
