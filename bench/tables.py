@@ -13,13 +13,16 @@ RESULTS = Path(__file__).parent / "results"
 
 # Rows -> column titles and cells.
 Table = Callable[[list[dict[str, Any]]], tuple[Sequence[str], list[Sequence[str]]]]
+# A file beside the rows, and the rows -> the figures written.
+Drawer = Callable[[Path, list[dict[str, Any]]], list[Path]]
 
 
 def make_tables(folder: Path = RESULTS) -> list[Path]:
-    """Write NAME.md for every NAME.json in `folder` that we know how to show."""
-    written = []
+    """Write KIND_NAME.md, and figures where the kind has any, for every KIND_NAME.json in `folder`."""
+    written: list[Path] = []
     for source in sorted(folder.glob("*.json")):
-        maker = _makers().get(source.stem)
+        kind = source.stem.partition("_")[0]
+        maker = _makers().get(kind)
         if maker is None:
             raise FileFormatError(f"{source}: no table is known for it; there are {', '.join(_makers())}")
         document = json.loads(source.read_text(encoding="utf-8"))
@@ -27,11 +30,48 @@ def make_tables(folder: Path = RESULTS) -> list[Path]:
         target = source.with_suffix(".md")
         target.write_text(_page(source.stem, document, columns, rows), encoding="utf-8")
         written.append(target)
+        if kind in _drawers():
+            written += _drawers()[kind](source.with_suffix(".png"), document["rows"])
     return written
 
 
 def _makers() -> dict[str, Table]:
-    return {"accuracy": _accuracy, "exactness": _exactness, "plans": _plans}
+    return {
+        "accuracy": _accuracy,
+        "compare": _compare,
+        "exactness": _exactness,
+        "plans": _plans,
+        "sweep": _sweep,
+    }
+
+
+def _drawers() -> dict[str, Drawer]:
+    return {"compare": _draw_compare, "sweep": _draw_sweep}
+
+
+def _compare(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.neighbours import COLUMNS, contender_cells, contenders
+
+    return COLUMNS, [contender_cells(c) for c in contenders(rows)]
+
+
+def _draw_compare(path: Path, rows: list[dict[str, Any]]) -> list[Path]:
+    from bench.neighbours import contenders, draw_contenders
+
+    draw_contenders(path, contenders(rows), title=f"{rows[0]['model']}: time against memory")
+    return [path]
+
+
+def _sweep(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.sweep import COLUMNS, sweep_cells
+
+    return COLUMNS, [sweep_cells(row) for row in rows]
+
+
+def _draw_sweep(path: Path, rows: list[dict[str, Any]]) -> list[Path]:
+    from bench.sweep import draw_sweep
+
+    return draw_sweep(path.parent, path.stem, rows)
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -72,7 +112,7 @@ def _page(name: str, document: dict[str, Any], columns: Sequence[str], rows: Seq
     machine, versions = document["machine"], document["versions"]
     torch = versions.get("torch", "?")
     head = (
-        f"# {name.capitalize()}\n\nMade by `{document['command']}` at commit {document['commit']} on {machine['cpu']}, "
+        f"# {name.replace('_', ' ').capitalize()}\n\nMade by `{document['command']}` at commit {document['commit']} on {machine['cpu']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB; torch {torch}, Python {versions['python']}.\n\n"
     )
     return head + markdown(columns, rows) + "\n"
