@@ -34,7 +34,7 @@ def compare_model(
     _print(spec, found, pairs)
     rows = [row.data() for row in found.rows]
     if peers:
-        rows += run_peers(spec, pairs=pairs)
+        rows += run_peers(spec.plain, pairs=pairs)
     if json_file is not None:
         save_rows(json_file, command=" ".join(["python -m bench", *sys.argv[1:]]), rows=rows)
     for path in _draw(out, found, budgets):
@@ -51,6 +51,10 @@ def _print(spec: WorkloadSpec, found: Comparison, pairs: int) -> None:
         f"to eager, medians of {pairs} rounds in turn. 'exact': every loss, gradient, parameter, buffer, optimizer "
         "state and generator is equal to eager's, to the bit."
     )
+    if spec.liberties:
+        caption += f" Planned with {' and '.join(spec.liberties)}; eager is the plain step."
+    if spec.free_gradients:
+        caption += " Gradients are gone when a planned step ends, so 'exact' leaves them out; the rest is compared."
     print_table(
         f"{spec.title}: planned against eager", RUN_COLUMNS, [run_cells(r) for r in found.rows], caption=caption
     )
@@ -83,7 +87,17 @@ def verify_model(spec: WorkloadSpec, strategy_spec: str, budget: str, *, steps: 
     strategies.make(strategy_spec)
     step, model, optimizer, batch = spec.make()
     try:
-        planned = checkpoint(step, model, optimizer, batch, budget=budget, strategy=strategy_spec, verify=steps)
+        planned = checkpoint(
+            step,
+            model,
+            optimizer,
+            batch,
+            budget=budget,
+            strategy=strategy_spec,
+            verify=steps,
+            free_gradients=spec.free_gradients,
+            early_updates=spec.early_updates,
+        )
     except (OverBudget, VerificationError) as error:
         console.print(f"{spec.title}: {error}")
         return False

@@ -19,7 +19,7 @@ from planner.plan import Plan, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes, parse_budget
-from profiler.capture import TracedStep, capture
+from profiler.capture import TracedStep
 from profiler.measure import Measured, measure
 from rewriter.apply import apply
 from rewriter.verify import Observation, Verification, compare, observe
@@ -32,6 +32,8 @@ class RunRow:
     """One strategy at one budget on one model. Bytes are of total peak; ratios are to the eager step."""
 
     model: str
+    free_gradients: bool
+    early_updates: bool
     strategy: str
     budget: str
     status: str
@@ -109,7 +111,7 @@ def run_comparison(
         workload = spec.make()
         step, model, optimizer, batch = workload
         tell("capturing the step")
-        traced = capture(step, model, optimizer, batch, name=spec.title)
+        traced = spec.capture(workload)
         tell("measuring every op")
         measured = measure(traced, batch, show_progress=False)
         tell("eager, for comparison")
@@ -123,7 +125,7 @@ def run_comparison(
                 candidates.append(found)
         for found in candidates:
             tell(f"rewriting and proving {found.spec} at {found.budget}")
-            _prove(found, workload, measured.traced, expected)
+            _prove(found, workload, measured.traced, expected, compare_gradients=not spec.free_gradients)
         eager_s = _time(
             workload, candidates, pairs, lambda i: bar.update(task, description=f"timing, round {i} of {pairs}")
         )
@@ -157,7 +159,9 @@ def _observe(step: Callable[[Any], Any], workload: Workload, traced: TracedStep)
     )
 
 
-def _prove(found: _Candidate, workload: Workload, traced: TracedStep, expected: Observation) -> None:
+def _prove(
+    found: _Candidate, workload: Workload, traced: TracedStep, expected: Observation, *, compare_gradients: bool
+) -> None:
     """Rewrite the step and compare it with eager; a plan over budget is not run."""
     if found.solution.status is not Status.FITS:
         return
@@ -169,7 +173,9 @@ def _prove(found: _Candidate, workload: Workload, traced: TracedStep, expected: 
     found.apply_s = time.perf_counter() - started
     convention, batch = traced.convention, workload[3]
     actual = _observe(lambda b: convention.call(module, b), workload, traced)
-    found.proof = compare(expected, actual, predicted_peak_bytes=timeline.above_start_bytes)
+    found.proof = compare(
+        expected, actual, predicted_peak_bytes=timeline.above_start_bytes, compare_gradients=compare_gradients
+    )
     found.call = lambda: convention.call(module, batch)
 
 
@@ -199,6 +205,8 @@ def _row(spec: WorkloadSpec, found: _Candidate, expected: Observation, measured:
     proof = found.proof
     return RunRow(
         model=spec.title,
+        free_gradients=spec.free_gradients,
+        early_updates=spec.early_updates,
         strategy=found.spec,
         budget=found.budget,
         status=solution.status.value,

@@ -23,7 +23,6 @@ from planner.plan import Plan, lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, solve
 from planner.units import human_bytes, parse_budget
-from profiler.capture import capture
 
 # A process needs more than its tensors: keep this share of the machine's memory out of reach.
 HEADROOM = 0.15
@@ -71,8 +70,7 @@ def _slug(text: str) -> str:
 
 
 def _captured(spec: WorkloadSpec) -> Graph:
-    step, model, optimizer, batch = spec.make()
-    return capture(step, model, optimizer, batch, name=spec.title).graph
+    return spec.capture(spec.make()).graph
 
 
 def _fits_machine(graph: Graph) -> bool:
@@ -140,6 +138,8 @@ def _common(spec: WorkloadSpec, solution: Solution) -> dict[str, Any]:
     return {
         "model": spec.title,
         "batch": spec.batch_size,
+        "free_gradients": spec.free_gradients,
+        "early_updates": spec.early_updates,
         "strategy": solution.strategy,
         "status": solution.status.value,
         "start_bytes": base.start_bytes,

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from bench.models import ZOO, MakeOptimizer, Maker, Workload
 from planner.errors import PlannerError
+from profiler.capture import TracedStep, capture
 
 DEFAULT_BATCH = {"resnet152": 8, "mobilenet": 16, "gpt2": 4}
 
@@ -41,6 +42,8 @@ class WorkloadSpec:
     seq: int | None = None
     optimizer: str | None = None
     dtype: str = "float32"
+    free_gradients: bool = False  # the planned step ends with `.grad` at None
+    early_updates: bool = False  # the planned step updates each parameter once its gradient is complete
 
     @property
     def batch_size(self) -> int:
@@ -54,7 +57,19 @@ class WorkloadSpec:
         sizes += [f"s{self.seq}"] if self.seq is not None else []
         sizes += [self.optimizer] if self.optimizer is not None else []
         sizes += [self.dtype] if self.dtype != "float32" else []
+        sizes += [f"with {' and '.join(self.liberties)}"] if self.liberties else []
         return " ".join([self.source or self.model, *sizes])
+
+    @property
+    def liberties(self) -> tuple[str, ...]:
+        """What the planned step may do that the plain one does not, in words."""
+        chosen = {"freed gradients": self.free_gradients, "early updates": self.early_updates}
+        return tuple(words for words, on in chosen.items() if on)
+
+    @property
+    def plain(self) -> WorkloadSpec:
+        """The same work without liberties: what eager and its neighbours run."""
+        return replace(self, free_gradients=False, early_updates=False)
 
     @property
     def slug(self) -> str:
@@ -64,6 +79,8 @@ class WorkloadSpec:
             self.image and f"{self.image}px",
             self.seq and f"s{self.seq}",
             self.optimizer,
+            self.dtype if self.dtype != "float32" else "",
+            *self.liberties,
         )
         return "_".join("".join(c if c.isalnum() else "_" for c in size) for size in sizes if size)
 
@@ -79,6 +96,19 @@ class WorkloadSpec:
         _check_options(maker, options, self.source or self.model)
         step, model, optimizer, batch = maker(self.batch_size, **options)
         return _with_dtype(step, self.dtype), model, optimizer, batch
+
+    def capture(self, workload: Workload) -> TracedStep:
+        """One graph of a workload that `make` gave, with the liberties that were asked for."""
+        step, model, optimizer, batch = workload
+        return capture(
+            step,
+            model,
+            optimizer,
+            batch,
+            name=self.title,
+            free_gradients=self.free_gradients,
+            early_updates=self.early_updates,
+        )
 
 
 def _from_zoo(name: str) -> Maker:

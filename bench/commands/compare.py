@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from bench.commands.options import (
+    add_liberties,
     add_workload,
     batches,
     check_folder,
@@ -35,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="one or several with commas: bytes of total peak ('4GiB') or '50%%' of what the step adds to memory",
     )
     add_workload(parser)
+    add_liberties(parser)
     parser.add_argument(
         "--pairs", type=positive, default=5, help="rounds of eager and planned steps in turn (default 5)"
     )

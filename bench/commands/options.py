@@ -28,6 +28,19 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", default="float32", help="float32, or bfloat16 for autocast")
 
 
+def add_liberties(parser: argparse.ArgumentParser) -> None:
+    """What the planned step may do that the plain one does not; every ratio stays one to the plain step."""
+    group = parser.add_argument_group("what the planned step may do that the plain one does not")
+    group.add_argument(
+        "--free-gradients",
+        action="store_true",
+        help="end each step with .grad at None: gradients go as early as can be",
+    )
+    group.add_argument(
+        "--early-updates", action="store_true", help="update each parameter as soon as its gradient is complete"
+    )
+
+
 def workload(options: argparse.Namespace, *, default: tuple[int, int] | None = None):  # type: ignore[no-untyped-def]
     """The workload that was asked for; `default` is the batch and image of a call that names no model and no size."""
     from bench.workloads import WorkloadSpec
@@ -43,6 +56,8 @@ def workload(options: argparse.Namespace, *, default: tuple[int, int] | None = N
         seq=options.seq,
         optimizer=options.optimizer,
         dtype=options.dtype,
+        free_gradients=getattr(options, "free_gradients", False),
+        early_updates=getattr(options, "early_updates", False),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_workload, positive, strategy_specs, workload
+from bench.commands.options import add_liberties, add_workload, positive, strategy_specs, workload
 
 HELP = "Plan a step, run it and the plain one from the same state, and compare every bit they leave."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
+    add_liberties(parser)
     parser.add_argument("--strategy", default="auto", help="as for `python -m bench` (default auto)")
     parser.add_argument("--budget", default="70%", help="as for `python -m bench` (default 70%%)")
     parser.add_argument("--steps", type=positive, default=3, help="training steps to compare (default 3)")
