@@ -34,8 +34,9 @@ def contenders(rows: Sequence[dict[str, Any]]) -> list[Contender]:
 
 
 def _planned(row: dict[str, Any]) -> Contender:
+    liberties = {"free_gradients": "freed gradients", "early_updates": "early updates"}
     return Contender(
-        name=f"{row['strategy']}, budget {row['budget']}",
+        name=", ".join([row["strategy"], f"budget {row['budget']}", *(w for k, w in liberties.items() if row.get(k))]),
         ours=True,
         peak_ratio=row["step_share"],
         time_ratio=row["measured_ratio"],

@@ -110,9 +110,9 @@ def _plans(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str
 
 def _page(name: str, document: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     machine, versions = document["machine"], document["versions"]
-    torch = versions.get("torch", "?")
+    torch, title = versions.get("torch", "?"), name.replace("_", " ").capitalize()
     head = (
-        f"# {name.replace('_', ' ').capitalize()}\n\nMade by `{document['command']}` at commit {document['commit']} on {machine['cpu']}, "
+        f"# {title}\n\nMade by `{document['command']}` at commit {document['commit']} on {machine['cpu']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB; torch {torch}, Python {versions['python']}.\n\n"
     )
     return head + markdown(columns, rows) + "\n"
