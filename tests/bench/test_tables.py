@@ -37,5 +37,5 @@ def test_rows_without_a_known_table_are_refused_by_name(tmp_path):
 def test_the_committed_tables_are_those_of_the_committed_rows(tmp_path):
     for source in RESULTS.glob("*.json"):
         (tmp_path / source.name).write_bytes(source.read_bytes())
-    for made in make_tables(tmp_path):
+    for made in (path for path in make_tables(tmp_path) if path.suffix == ".md"):
         assert made.read_text(encoding="utf-8") == (RESULTS / made.name).read_text(encoding="utf-8")
