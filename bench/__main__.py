@@ -19,6 +19,7 @@ COMMANDS = {
     "exactness": "models x optimizers x strategies, each compared with eager bit by bit",
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
     "results": "make the tables of bench/results again from the rows beside them",
+    "graph": "the step before and after rewriting: text, DOT, a page, the plan as a figure",
     "micro": "how fast planning is, and how it grows",
 }
 EXAMPLES = """\

@@ -12,7 +12,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from bench.report import console, print_table
 from bench.results import save_rows
+from bench.timing import clock_for, spread
 from bench.workloads import WorkloadSpec
 from planner.errors import PlannerError
 from planner.plan import Plan, lower
@@ -66,6 +66,12 @@ def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None)
     """Measure each in a process of its own, print the table, and save the rows to `out`."""
     rows = []
     for spec in specs:
+        if spec.device != "cpu":
+            raise PlannerError(
+                f"accuracy on {spec.device}: one of its meters is the process's own memory, which holds no GPU tensor; "
+                "leave out --device, or use `python -m bench verify` for predicted against measured peaks"
+            )
+    for spec in specs:
         with console.status(f"measuring {spec.title} in a fresh process"):
             rows.append(_in_fresh_process(spec, pairs))
         print_table("Accuracy so far", COLUMNS, [accuracy_cells(row) for row in rows])
@@ -86,8 +92,9 @@ def _in_fresh_process(spec: WorkloadSpec, pairs: int) -> dict[str, Any]:
 def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     """Everything about one model, in this process."""
     step, model, optimizer, batch = spec.make()
-    capture_s, traced = _timed(lambda: capture(step, model, optimizer, batch, name=spec.title))
-    measure_s, measured = _timed(lambda: measure(traced, batch, show_progress=False))
+    clock = clock_for(model)
+    capture_s, traced = clock.timed(lambda: capture(step, model, optimizer, batch, name=spec.title))
+    measure_s, measured = clock.timed(lambda: measure(traced, batch, show_progress=False))
     graph = measured.graph
     schedule = lower(graph, Plan())
     module = apply(measured.traced, schedule)
@@ -111,9 +118,10 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     eager_allocator = from_clean(lambda call: peak_above_start(meter, call), eager)
     eager_times, captured_times = [], []
     for _ in range(pairs):
-        eager_times.append(_timed(eager)[0])
-        captured_times.append(_timed(captured)[0])
-    ratios = sorted(b / a for a, b in zip(eager_times, captured_times, strict=True))
+        eager_times.append(clock.seconds(eager))
+        captured_times.append(clock.seconds(captured))
+    ratios = spread([b / a for a, b in zip(eager_times, captured_times, strict=True)])
+    assert ratios is not None
     step_s = statistics.median(captured_times)
     return AccuracyRow(
         model=spec.title,
@@ -126,18 +134,12 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
         eager_allocator_bytes=eager_allocator,
         process_bytes=process,
         sum_of_ops=graph.time_us / 1e6 / step_s,
-        captured_to_eager=statistics.median(ratios),
-        captured_low=ratios[len(ratios) // 4],
-        captured_high=ratios[(3 * len(ratios)) // 4],
+        captured_to_eager=ratios.median,
+        captured_low=ratios.low,
+        captured_high=ratios.high,
         eager_s=statistics.median(eager_times),
         pairs=pairs,
     )
-
-
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
-    result = call()
-    return time.perf_counter() - started, result
 
 
 def _process_peak(call: Callable[[], Any]) -> int:

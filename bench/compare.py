@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import strategies
 from bench import figures
+from bench.pages import write_plan
 from bench.peers import run_peers
 from bench.report import console, print_table
-from bench.results import save_rows
+from bench.results import command_line, save_rows
 from bench.run import RUN_COLUMNS, Comparison, run_cells, run_comparison
 from bench.workloads import WorkloadSpec
 from planner.solve import Status
@@ -36,7 +36,7 @@ def compare_model(
     if peers:
         rows += run_peers(spec.plain, pairs=pairs)
     if json_file is not None:
-        save_rows(json_file, command=" ".join(["python -m bench", *sys.argv[1:]]), rows=rows)
+        save_rows(json_file, command=command_line(), rows=rows)
     for path in _draw(out, found, budgets):
         console.print(f"figure: {path}")
     return found
@@ -45,8 +45,9 @@ def compare_model(
 def _print(spec: WorkloadSpec, found: Comparison, pairs: int) -> None:
     first = found.rows[0]
     peak, above = human_bytes(first.eager_peak_bytes), human_bytes(first.eager_peak_bytes - first.start_bytes)
+    pace = "" if first.eager_s is None else f"; {first.eager_s:.2f} s a step"
     caption = (
-        f"Eager: peak {peak}, {above} of it added by the step; {first.eager_s:.2f} s a step. "
+        f"Eager: peak {peak}, {above} of it added by the step{pace}. "
         "Peaks are of all live tensors; 'of eager's step' is what the step adds, planned to eager. Times are ratios "
         f"to eager, medians of {pairs} rounds in turn. 'exact': every loss, gradient, parameter, buffer, optimizer "
         "state and generator is equal to eager's, to the bit."
@@ -58,13 +59,25 @@ def _print(spec: WorkloadSpec, found: Comparison, pairs: int) -> None:
     print_table(
         f"{spec.title}: planned against eager", RUN_COLUMNS, [run_cells(r) for r in found.rows], caption=caption
     )
-    for row in found.rows:
-        if row.status != Status.FITS.value:
-            console.print(f"{row.strategy} at {row.budget}: {row.note}")
+    for line in remarks(found):
+        console.print(line)
+
+
+def remarks(found: Comparison) -> list[str]:
+    """What the table cannot say: why a row has no measured step, and budgets that ask for nothing."""
+    lines: list[str] = []
+    for row, solution in zip(found.rows, found.solutions, strict=True):
+        went_wrong = row.note != solution.reason and row.exact is not False  # the table shows what is not exact
+        if row.status != Status.FITS.value or went_wrong:
+            lines.append(f"{row.strategy} at {row.budget}: {row.note}")
+        elif solution.problem.unplanned.peak_bytes <= solution.problem.budget_bytes:
+            lines.append(f"budget {row.budget}: {row.note}")
+    return list(dict.fromkeys(lines))
 
 
 def _draw(out: Path, found: Comparison, budgets: Sequence[str]) -> list[Path]:
-    graph, paths = found.measured.graph, []
+    """Per budget: memory over time of the first three that fit, and the plan of the best as a figure and as text."""
+    graph, paths = found.measured.graph, list[Path]()
     for budget in budgets:
         pairs = zip(found.rows, found.solutions, strict=True)
         fitting = [(row, s) for row, s in pairs if row.budget == budget and s.status is Status.FITS]
@@ -75,10 +88,12 @@ def _draw(out: Path, found: Comparison, budgets: Sequence[str]) -> list[Path]:
             assert solution.schedule is not None
             assert solution.timeline is not None
             curves.append(figures.curve(graph, solution.schedule, solution.timeline, label=row.strategy))
-        path = out / f"memory_{budget.replace('%', 'pct').replace(' ', '')}.png"
+        suffix = budget.replace("%", "pct").replace(" ", "")
+        path = out / f"memory_{suffix}.png"
         title = f"{graph.name}: memory over one step, with and without recomputation (bars below: recomputing)"
         figures.draw_memory(path, curves, title=title, budget_bytes=fitting[0][1].problem.budget_bytes)
-        paths.append(path)
+        best = min(fitting, key=lambda pair: pair[1].overhead or 0.0)[1]
+        paths += [path, *write_plan(out, best, suffix=f"_{suffix}")]
     return paths
 
 

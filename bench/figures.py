@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.lifelines import Lifeline
 from planner.ir import Graph, Phase, Role
 from planner.plan import Plan, Run, RunKind, Schedule, lower
 from planner.simulator import Timeline, bytes_by_role, simulate
@@ -134,7 +136,7 @@ def short_target(target: str) -> str:
 
 
 @contextmanager
-def _axes(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator[Any]:
+def axes_for(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator[Any]:
     """Axes to draw on; saved to `path` when done."""
     import matplotlib
 
@@ -153,7 +155,7 @@ def _axes(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator[An
 
 def draw_memory(path: Path, curves: Sequence[Curve], *, title: str, budget_bytes: int | None = None) -> None:
     """Memory over time, one line per curve on one axis; recomputation is marked under the lines."""
-    with _axes(path) as axes:
+    with axes_for(path) as axes:
         end = max(c.ms[-1] for c in curves)
         _shade_phases(axes, curves[0], curves[0].ms[-1])
         for i, c in enumerate(curves):
@@ -181,13 +183,65 @@ def _shade_phases(axes: Any, c: Curve, end: float) -> None:
                       transform=axes.get_xaxis_transform())  # fmt: skip
 
 
+SPAN_COLORS = {"kept": "#4c72b0", "dropped": "#55a868", "recomputed": "#dd8452"}
+
+
+def draw_plan(path: Path, lines: Sequence[Lifeline], line: Curve, *, title: str) -> None:
+    """When each activation is in memory over the executed step: kept, dropped, computed again. One row each."""
+    with axes_for(path, width=11.0, height=1.5 + 0.2 * max(8, len(lines))) as axes:
+        _shade_phases(axes, line, line.ms[-1])
+        for y, life in enumerate(lines):
+            _draw_lifeline(axes, y, life)
+        axes.set_yticks(range(len(lines)), [f"{n.name}  {human_bytes(n.nbytes)}" for n in lines], fontsize=7)
+        axes.set_ylim(len(lines) - 0.4, -1.6)  # room for the names of the phases
+        for first, last, name in module_groups([life.module for life in lines]):
+            axes.axhline(last + 0.5, color="#bbbbbb", lw=0.6)
+            axes.text(1.008, (first + last) / 2, name, va="center", fontsize=8, transform=axes.get_yaxis_transform())
+        axes.set(xlabel="time in the planned step (ms)", title=title, xlim=(0, line.ms[-1]))
+        axes.legend(handles=_plan_legend(), loc="upper center", bbox_to_anchor=(0.45, -0.55 / (0.2 * len(lines) + 1)),
+                    ncols=4, frameon=False, fontsize=9)  # fmt: skip
+
+
+def _draw_lifeline(axes: Any, y: int, life: Lifeline) -> None:
+    for before, after in pairwise(life.spans):
+        axes.plot([before.end_ms, after.start_ms], [y, y], color="#999999", lw=0.8, ls=":")
+    for span in life.spans:
+        color = SPAN_COLORS["recomputed" if span.recomputed else life.fate.value]
+        axes.plot([span.start_ms, span.end_ms], [y, y], color=color, lw=4.5, solid_capstyle="butt")
+        if span.recomputed:
+            axes.plot([span.start_ms], [y], marker=">", color="#8c3b0c", ms=5, mew=0)
+
+
+def _plan_legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    texts = {"kept": "kept", "dropped": "dropped after its last forward use", "recomputed": "in memory again"}
+    bars: list[Any] = [Line2D([], [], color=SPAN_COLORS[key], lw=4.5, label=text) for key, text in texts.items()]
+    return [*bars, Line2D([], [], color="#8c3b0c", marker=">", ls="none", label="recomputed here")]
+
+
+def module_groups(modules: Sequence[str], *, most: int = 16) -> list[tuple[int, int, str]]:
+    """(first, last, module) of neighbours in one module, as deep in the tree as leaves at most `most` groups."""
+    for depth in (3, 2, 1):
+        groups: list[tuple[int, int, str]] = []
+        for i, module in enumerate(modules):
+            name = ".".join(module.split(".")[:depth])
+            if groups and groups[-1][2] == name:
+                groups[-1] = (groups[-1][0], i, name)
+            else:
+                groups.append((i, i, name))
+        if len(groups) <= most:
+            break
+    return groups
+
+
 def draw_memory_by_role(path: Path, graph: Graph, schedule: Schedule, *, title: str) -> None:
     """Memory over time, stacked by role, with the peak and the phases marked."""
     timeline = simulate(graph, schedule)
     line = curve(graph, schedule, timeline, label="")
     series = bytes_by_role(graph, schedule)
     runs = [i for i, step in enumerate(schedule.steps) if isinstance(step, Run)]
-    with _axes(path) as axes:
+    with axes_for(path) as axes:
         order = [role for role in ROLE_COLORS if role in series]
         stacked = [[series[role][i] / GIB for i in (*runs, runs[-1])] for role in order]
         _shade_phases(axes, line, line.ms[-1])
@@ -207,7 +261,7 @@ def draw_memory_by_role(path: Path, graph: Graph, schedule: Schedule, *, title: 
 def draw_peak_breakdown(path: Path, timeline: Timeline, *, title: str) -> None:
     """What the peak consists of, one bar per role."""
     parts = sorted(timeline.peak_by_role, key=lambda part: part[1])
-    with _axes(path, height=3.2) as axes:
+    with axes_for(path, height=3.2) as axes:
         bars = axes.barh(
             [ROLE_NAMES[role] for role, _ in parts],
             [n / GIB for _, n in parts],
@@ -221,7 +275,7 @@ def draw_peak_breakdown(path: Path, timeline: Timeline, *, title: str) -> None:
 
 def draw_largest(path: Path, rows: Sequence[Largest], *, title: str) -> None:
     """The largest activations, with how long each lies idle."""
-    with _axes(path, height=0.5 + 0.27 * max(4, len(rows))) as axes:
+    with axes_for(path, height=0.5 + 0.27 * max(4, len(rows))) as axes:
         labels = [f"{row.name}\n{row.module}" if row.module else row.name for row in rows]
         bars = axes.barh(range(len(rows)), [row.nbytes / 2**20 for row in rows], color=ROLE_COLORS[Role.ACTIVATION])
         axes.bar_label(bars, [f" idle {row.inactive_us / 1e3:,.0f} ms" for row in rows], fontsize=8)
@@ -234,7 +288,7 @@ def draw_largest(path: Path, rows: Sequence[Largest], *, title: str) -> None:
 def draw_time_by_kind(path: Path, rows: Sequence[tuple[str, dict[Phase, float], int]], *, title: str) -> None:
     """Op time by kind, split by phase."""
     colors = {Phase.FORWARD: "#55a868", Phase.BACKWARD: "#dd8452", Phase.OPTIMIZER: "#8172b3"}
-    with _axes(path, height=0.6 + 0.3 * max(4, len(rows))) as axes:
+    with axes_for(path, height=0.6 + 0.3 * max(4, len(rows))) as axes:
         left = [0.0] * len(rows)
         for phase, color in colors.items():
             widths = [us[phase] / 1e3 for _, us, _ in rows]
@@ -251,46 +305,75 @@ def draw_time_by_kind(path: Path, rows: Sequence[tuple[str, dict[Phase, float], 
 
 def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
     """Peak memory against batch size: two bars a batch, without and with a plan, stacked by role."""
+    from matplotlib.patches import Patch
+
     present = {name for row in rows for name in (*row["by_role_eager"], *row["by_role_planned"])}
-    with _axes(path) as axes:
-        for side, key in ((-0.2, "by_role_eager"), (0.2, "by_role_planned")):
-            bottom = [0.0] * len(rows)
-            for role in (role for role in ROLE_COLORS if role.value in present):
-                heights = [row[key].get(role.value, 0) / GIB for row in rows]
-                label = ROLE_NAMES[role] if side < 0 else None
-                places = [i + side for i in range(len(rows))]
-                bars = axes.bar(places, heights, 0.36, bottom=bottom, color=ROLE_COLORS[role], label=label)
-                for bar, row in zip(bars, rows, strict=True):
-                    bar.set_hatch("" if row["measured"] else "//")
-                bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-            if side > 0:
-                for i, row in enumerate(rows):
-                    less = 1 - sum(row[key].values()) / sum(row["by_role_eager"].values())
-                    axes.text(i + side, bottom[i], f"−{less:.0%}", ha="center", va="bottom", fontsize=9)
+    roles = [role for role in ROLE_COLORS if role.value in present]
+    highest = max((sum(row["by_role_eager"].values()) for row in rows), default=1) / GIB
+    with axes_for(path, width=max(8.0, 2.5 + 1.3 * len(rows))) as axes:
+        for i, row in enumerate(rows):
+            _stack(axes, i - 0.2, row["by_role_eager"], roles, hatch="" if row["measured"] else "///", faded=False)
+            top = _stack(axes, i + 0.2, row["by_role_planned"], roles, hatch="" if row["measured"] else "///",
+                         faded=row["status"] != "fits")  # fmt: skip
+            axes.text(i + 0.2, top + 0.01 * highest, reduction_label(row), ha="center", va="bottom", fontsize=9)
         labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in rows]
         axes.set_xticks(range(len(rows)), labels)
-        axes.set(xlabel="batch size: left without, right with a plan", ylabel="peak memory (GiB)", title=title)
-        axes.legend(frameon=False, fontsize=8, loc="upper left")
+        axes.set(
+            xlabel="batch size (left bar: without a plan, right bar: with)", ylabel="peak memory (GiB)", title=title
+        )
+        axes.set_ylim(0, 1.15 * highest)
+        handles = [Patch(color=ROLE_COLORS[role], label=ROLE_NAMES[role]) for role in reversed(roles)]
+        if not all(row["measured"] for row in rows):
+            handles.append(Patch(facecolor="white", edgecolor="#555555", hatch="///", label="predicted, not run"))
+        axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _stack(axes: Any, x: float, by_role: dict[str, int], roles: Sequence[Role], *, hatch: str, faded: bool) -> float:
+    """One bar, stacked by role; its top in GiB. A faded one is a plan that does not fit."""
+    bottom = 0.0
+    for role in roles:
+        height = by_role.get(role.value, 0) / GIB
+        axes.bar(x, height, 0.36, bottom=bottom, color=ROLE_COLORS[role], alpha=0.3 if faded else 1.0, hatch=hatch,
+                 edgecolor="white" if hatch else "none", lw=0)  # fmt: skip
+        bottom += height
+    return bottom
+
+
+def reduction_label(row: dict[str, Any]) -> str:
+    """What is written on the planned bar: by how much it is lower, or that no plan fits."""
+    if row["status"] != "fits":
+        return str(row["status"])
+    less = 1 - sum(row["by_role_planned"].values()) / sum(row["by_role_eager"].values())
+    return "same" if round(100 * less) == 0 else f"{-less:+.0%}".replace("-", "\N{MINUS SIGN}")
 
 
 def draw_batch_latency(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
-    """Time of a step against batch size, without and with a plan."""
-    sides = (("eager_s", "without", "#444444"), ("planned_s", "with a plan", "#2a7f3f"))
-    with _axes(path) as axes:
-        for key, label, color in sides:
-            there = [row for row in rows if row[key] is not None]
-            axes.plot([row["batch"] for row in there], [row[key] for row in there], "o-", color=color, label=label)
-        for row in rows:
-            if row["eager_s"] is None or row["planned_s"] is None:
-                continue
-            text = f"{row['planned_s'] / row['eager_s']:.2f}x" + ("" if row["measured"] else "\n(predicted)")
-            axes.annotate(
-                text, (row["batch"], row["planned_s"]), (0, 8), textcoords="offset points", ha="center", fontsize=9
-            )
-        highest = max((row[key] for row in rows for key, _, _ in sides if row[key] is not None), default=1.0)
-        axes.set_xticks([row["batch"] for row in rows])
-        axes.set(xlabel="batch size", ylabel="time of a step (s)", title=title, ylim=(0, 1.2 * highest))
+    """Time of a step against batch size: two bars a batch, without and with a plan, and their ratio."""
+    sides = ((-0.2, "eager_s", "without a plan", "#8c8c8c"), (0.2, "planned_s", "with a plan", "#2a7f3f"))
+    highest = max((row[key] for row in rows for _, key, _, _ in sides if row[key] is not None), default=1.0)
+    with axes_for(path, width=max(7.0, 1.5 + 1.3 * len(rows))) as axes:
+        for side, key, label, color in sides:
+            heights = [row[key] or 0.0 for row in rows]
+            bars = axes.bar([i + side for i in range(len(rows))], heights, 0.36, color=color, label=label)
+            for bar, row in zip(bars, rows, strict=True):
+                if not row["measured"]:
+                    bar.set(hatch="///", edgecolor="white", lw=0)
+        for i, row in enumerate(rows):
+            axes.text(i + 0.2, (row["planned_s"] or 0.0) + 0.01 * highest, latency_label(row), ha="center", va="bottom",
+                      fontsize=9)  # fmt: skip
+        labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in rows]
+        axes.set_xticks(range(len(rows)), labels)
+        axes.set(xlabel="batch size", ylabel="time of a step (s)", title=title, ylim=(0, 1.15 * highest))
         axes.legend(frameon=False, loc="upper left")
+
+
+def latency_label(row: dict[str, Any]) -> str:
+    """What is written on the planned bar: its ratio to the plain step, or why there is none."""
+    if row["status"] != "fits":
+        return str(row["status"])
+    if row["eager_s"] is None or row["planned_s"] is None:
+        return "not timed"
+    return f"{row['planned_s'] / row['eager_s']:.2f}x"
 
 
 def unplanned_curve(graph: Graph) -> Curve:

@@ -6,10 +6,8 @@ A peer that fails is a row that says why.
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +24,7 @@ from torch.utils.checkpoint import (
 
 from bench.models import Workload
 from bench.report import console, print_table
+from bench.timing import clock_for, spread
 from bench.workloads import WorkloadSpec
 from rewriter.verify import Observation, compare, observe
 
@@ -145,15 +144,16 @@ def measure_peer(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]:
     expected = _observe(plain, plain[1])
     actual = _observe(changed, called)
     proof = compare(expected, actual, predicted_peak_bytes=actual.peak_bytes)
-    ratios = sorted(_ratios(plain, changed, called, pairs))
+    ratios = spread(_ratios(plain, changed, called, pairs))
+    assert ratios is not None
     return {
         "model": spec.title,
         "peer": name,
         "error": "",
         "peak_ratio": actual.peak_bytes / expected.peak_bytes,
-        "time_ratio": statistics.median(ratios),
-        "time_low": ratios[len(ratios) // 4],
-        "time_high": ratios[(3 * len(ratios)) // 4],
+        "time_ratio": ratios.median,
+        "time_low": ratios.low,
+        "time_high": ratios.high,
         "exact": proof.exact,
         "first_mismatch": proof.first_mismatch,
         "largest_difference": proof.largest_difference,
@@ -170,17 +170,11 @@ def _observe(workload: Workload, called: nn.Module) -> Observation:
 
 
 def _ratios(plain: Workload, changed: Workload, called: nn.Module, pairs: int) -> list[float]:
-    ratios = []
+    clock, ratios = clock_for(plain[1]), []
     for _ in range(pairs):
-        eager_s = _seconds(lambda: plain[0](plain[1], plain[2], plain[3]))
-        ratios.append(_seconds(lambda: changed[0](called, changed[2], changed[3])) / eager_s)
+        eager_s = clock.seconds(lambda: plain[0](plain[1], plain[2], plain[3]))
+        ratios.append(clock.seconds(lambda: changed[0](called, changed[2], changed[3])) / eager_s)
     return ratios
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 COLUMNS = ("what", "peak", "time", "quartiles", "exact", "first difference")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,12 +11,14 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import strategies
+from bench.exhaustion import OutOfMemory, guarded
 from bench.models import Workload
 from bench.report import console
+from bench.timing import clock_for, spread
 from bench.workloads import WorkloadSpec
 from planner.plan import Plan, lower
 from planner.simulator import simulate
-from planner.solve import Problem, Solution, Status, solve
+from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget
 from profiler.capture import TracedStep
 from profiler.measure import Measured, measure
@@ -95,12 +96,16 @@ class _Candidate:
     apply_s: float | None = None
     proof: Verification | None = None
     ratios: list[float] = field(default_factory=list)  # seconds to eager's in the same round
+    failure: str = ""  # why it was not proven or timed
 
 
 def run_comparison(
     spec: WorkloadSpec, strategy_specs: Sequence[str], budgets: Sequence[str], *, pairs: int, time_limit_s: float
 ) -> Comparison:
-    """Everything about one model; progress is shown throughout."""
+    """Everything about one model; progress is shown throughout.
+
+    A planned step that runs out of memory is a row that says so; OutOfMemory if the plain step already does.
+    """
     chosen = [(name, strategies.make(name)) for name in strategy_specs]  # bad names fail before the work starts
     with _progress() as bar:
         task = bar.add_task("making the model", total=4 + 2 * len(chosen) * len(budgets))
@@ -108,25 +113,31 @@ def run_comparison(
         def tell(text: str) -> None:
             bar.update(task, advance=1, description=text)
 
-        workload = spec.make()
+        workload = guarded(f"making {spec.title}", spec.make)
         step, model, optimizer, batch = workload
         tell("capturing the step")
-        traced = spec.capture(workload)
+        traced = guarded(f"capturing {spec.title}", lambda: spec.capture(workload))
         tell("measuring every op")
-        measured = measure(traced, batch, show_progress=False)
+        measured = guarded(f"measuring {spec.title}", lambda: measure(traced, batch, show_progress=False))
+        problems = {budget: _problem(measured, budget, time_limit_s) for budget in budgets}
         tell("eager, for comparison")
-        expected = _observe(lambda b: step(model, optimizer, b), workload, traced)
+        expected = guarded(
+            f"running {spec.title} without a plan",
+            lambda: _observe(lambda b: step(model, optimizer, b), workload, traced),
+        )
         candidates = []
         for budget in budgets:
             for name, strategy in chosen:
                 tell(f"planning {name} at {budget}")
-                problem = _problem(measured, budget, time_limit_s)
-                found = _Candidate(spec=name, budget=budget, solution=solve(problem, strategy, label=name))
-                candidates.append(found)
+                solution = solve_if_needed(problems[budget], strategy, label=name)
+                candidates.append(_Candidate(spec=name, budget=budget, solution=solution))
         for found in candidates:
             tell(f"rewriting and proving {found.spec} at {found.budget}")
-            _prove(found, workload, measured.traced, expected, compare_gradients=not spec.free_gradients)
-        eager_s = _time(
+            try:
+                _prove(found, workload, measured.traced, expected, compare_gradients=not spec.free_gradients)
+            except OutOfMemory as answer:
+                found.failure = str(answer)
+        eager_s = _time_or_say_why(
             workload, candidates, pairs, lambda i: bar.update(task, description=f"timing, round {i} of {pairs}")
         )
     rows = [_row(spec, found, expected, measured, eager_s) for found in candidates]
@@ -172,37 +183,49 @@ def _prove(
     module = apply(traced, schedule)
     found.apply_s = time.perf_counter() - started
     convention, batch = traced.convention, workload[3]
-    actual = _observe(lambda b: convention.call(module, b), workload, traced)
+    actual = guarded(
+        "proving the planned step", lambda: _observe(lambda b: convention.call(module, b), workload, traced)
+    )
     found.proof = compare(
         expected, actual, predicted_peak_bytes=timeline.above_start_bytes, compare_gradients=compare_gradients
     )
     found.call = lambda: convention.call(module, batch)
 
 
+def _time_or_say_why(
+    workload: Workload, candidates: Sequence[_Candidate], pairs: int, tell: Callable[[int], None]
+) -> float | None:
+    """`_time`; if memory runs out, None, and every candidate says so: what was proven so far is kept."""
+    try:
+        return guarded("timing", lambda: _time(workload, candidates, pairs, tell))
+    except OutOfMemory as answer:
+        for found in candidates:
+            found.failure = found.failure or str(answer)
+        return None
+
+
 def _time(workload: Workload, candidates: Sequence[_Candidate], pairs: int, tell: Callable[[int], None]) -> float:
     """Time eager and every planned step in turn; notes each one's ratios, returns eager's median seconds."""
     step, model, optimizer, batch = workload
-    eager: list[float] = []
+    clock, eager = clock_for(model), list[float]()
     gc.collect()
     for done in range(pairs):
         tell(done + 1)
-        eager.append(_seconds(lambda: step(model, optimizer, batch)))
+        eager.append(clock.seconds(lambda: step(model, optimizer, batch)))
         for found in candidates:
             if found.call is not None:
-                found.ratios.append(_seconds(found.call) / eager[-1])
-    return statistics.median(eager)
+                found.ratios.append(clock.seconds(found.call) / eager[-1])
+    middle = spread(eager)
+    assert middle is not None
+    return middle.median
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def _row(spec: WorkloadSpec, found: _Candidate, expected: Observation, measured: Measured, eager_s: float) -> RunRow:
+def _row(
+    spec: WorkloadSpec, found: _Candidate, expected: Observation, measured: Measured, eager_s: float | None
+) -> RunRow:
     solution, timeline, start = found.solution, found.solution.timeline, measured.graph.start_bytes
-    ratios = sorted(found.ratios)
-    proof = found.proof
+    ratios, proof = spread(found.ratios), found.proof
+    measured_peak = start + proof.measured_peak_bytes if proof else None
     return RunRow(
         model=spec.title,
         free_gradients=spec.free_gradients,
@@ -214,11 +237,11 @@ def _row(spec: WorkloadSpec, found: _Candidate, expected: Observation, measured:
         start_bytes=start,
         eager_peak_bytes=start + expected.peak_bytes,
         predicted_peak_bytes=timeline.peak_bytes if timeline else None,
-        measured_peak_bytes=start + proof.measured_peak_bytes if proof else None,
+        measured_peak_bytes=measured_peak,
         predicted_overhead=timeline.overhead if timeline else None,
-        measured_ratio=statistics.median(ratios) if ratios else None,
-        ratio_low=ratios[len(ratios) // 4] if ratios else None,
-        ratio_high=ratios[(3 * len(ratios)) // 4] if ratios else None,
+        measured_ratio=ratios.median if ratios else None,
+        ratio_low=ratios.low if ratios else None,
+        ratio_high=ratios.high if ratios else None,
         eager_s=eager_s,
         dropped=len(solution.dropped),
         reruns=timeline.reruns if timeline else 0,
@@ -226,8 +249,18 @@ def _row(spec: WorkloadSpec, found: _Candidate, expected: Observation, measured:
         plan_s=solution.solve_s,
         apply_s=found.apply_s,
         exact=proof.exact if proof else None,
-        note=proof.first_mismatch if proof and not proof.exact else solution.reason,
+        note=_note(found, measured_peak),
     )
+
+
+def _note(found: _Candidate, measured_peak_bytes: int | None) -> str:
+    """What a reader of the row has to know: a failure, a difference, a peak over the budget, else the judge's words."""
+    if found.failure:
+        return found.failure
+    if found.proof is not None and not found.proof.exact:
+        return found.proof.first_mismatch
+    over = (measured_peak_bytes or 0) - found.solution.problem.budget_bytes
+    return f"measured {human_bytes(over)} over the budget" if over > 0 else found.solution.reason
 
 
 RUN_COLUMNS = (

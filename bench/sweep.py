@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import strategies
 from bench import figures
+from bench.exhaustion import OutOfMemory, guarded
 from bench.report import console, print_table
-from bench.results import load_rows, save_rows
+from bench.results import command_line, resumed_rows, save_rows
 from bench.run import run_comparison
-from bench.workloads import WorkloadSpec
+from bench.workloads import WorkloadSpec, find_device
 from planner.ir import Graph, Timing, TimingKind
 from planner.plan import Plan, lower
 from planner.simulator import Timeline, simulate
-from planner.solve import Problem, Solution, solve
+from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget
+from profiler.measure import measure
 
 # A process needs more than its tensors: keep this share of the machine's memory out of reach.
 HEADROOM = 0.15
@@ -37,84 +41,134 @@ def run_sweep(
     pairs: int,
     time_limit_s: float,
     out: Path,
+    json_file: Path | None = None,
 ) -> list[dict[str, Any]]:
     """One row per batch size, a table and two figures."""
+    sweep = _Sweep(spec, strategy_spec, budget, pairs=pairs, time_limit_s=time_limit_s)
     file = out / f"sweep_{spec.slug}_{_slug(strategy_spec)}_{_slug(budget)}.json"
-    rows = load_rows(file) if file.exists() else []
-    done = {row["batch"] for row in rows}
+    rows = resumed_rows(file, settings=sweep.settings)
+    done = {row["batch"]: row for row in rows}
     if done:
-        console.print(f"going on with {file}: batches {sorted(done)} are there")
-    measured: Graph | None = None
-    for batch in sorted(batches):
-        if batch in done:
-            continue
-        sized = replace(spec, batch=batch)
-        graph = _captured(sized)
-        if _fits_machine(graph):
-            row, measured = _measured_row(sized, strategy_spec, budget, pairs, time_limit_s)
-        else:
-            row = _predicted_row(sized, graph, measured, strategy_spec, budget, time_limit_s)
-        rows.append(row)
-        save_rows(file, command=f"python -m bench --batches {','.join(map(str, batches))}", rows=rows)
-    rows.sort(key=lambda row: row["batch"])
-    _print(spec, rows, strategy_spec, budget)
+        console.print(f"going on with {file}: batches {', '.join(map(str, sorted(done)))} are there")
+    try:
+        for batch in sorted(set(batches) - set(done)):
+            done[batch] = sweep.row(batch, [row for row in done.values() if row["measured"]])
+            rows = [done[b] for b in sorted(done)]
+            save_rows(file, command=command_line(), rows=rows, settings=sweep.settings)
+    except KeyboardInterrupt:
+        console.print(f"{len(done)} rows are in {file}: the same command goes on from there")
+        raise
+    shown = [done[batch] for batch in sorted(set(batches))]
+    title = f"{spec.title_of_all_batches}: {{}} against batch size, {strategy_spec} at {budget}"
+    _print(title.format("peak and time"), shown)
+    if json_file is not None:
+        save_rows(json_file, command=command_line(), rows=shown, settings=sweep.settings)
     for name, draw in (("peak", figures.draw_batch_peaks), ("latency", figures.draw_batch_latency)):
         path = out / f"{file.stem.replace('sweep', name)}.png"
-        draw(path, rows, title=f"{spec.source or spec.model}: {name} against batch size, {strategy_spec} at {budget}")
+        draw(path, shown, title=title.format(name))
         console.print(f"figure: {path}")
-    return rows
+    return shown
 
 
 def _slug(text: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in text.replace("%", "pct"))
 
 
-def _captured(spec: WorkloadSpec) -> Graph:
-    return spec.capture(spec.make()).graph
+class _Sweep:
+    """One kind of work at growing batch sizes; remembers the largest measured graph, and whether memory ran out."""
+
+    def __init__(self, spec: WorkloadSpec, strategy_spec: str, budget: str, *, pairs: int, time_limit_s: float) -> None:
+        self.spec = spec
+        self.strategy_spec = strategy_spec
+        self.budget = budget
+        self.pairs = pairs
+        self.time_limit_s = time_limit_s
+        self.measured: Graph | None = None
+        self.exhausted = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What all rows of one file have in common."""
+        return {
+            **asdict(replace(self.spec, batch=None)),
+            "strategy": self.strategy_spec,
+            "budget": self.budget,
+            "pairs": self.pairs,
+            "time_limit_s": self.time_limit_s,
+        }
+
+    def row(self, batch: int, measured_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Run a batch that fits on this machine; plan and predict one that does not."""
+        spec = replace(self.spec, batch=batch)
+        if not self.exhausted:
+            try:
+                graph = guarded(f"making {spec.title}", lambda: spec.capture(spec.make()).graph)
+                if not fits_machine(graph, spec.device):
+                    return self._predicted_row(spec, graph, "does not fit on this machine", measured_rows)
+                return self._measured_row(spec)
+            except OutOfMemory as answer:
+                self.exhausted = str(answer)
+                console.print(f"batch {batch}: {answer}; it and larger ones are predicted")
+        return self._predicted_row(spec, spec.capture(spec.make()).graph, self.exhausted, measured_rows)
+
+    def _measured_row(self, spec: WorkloadSpec) -> dict[str, Any]:
+        found = run_comparison(
+            spec, [self.strategy_spec], [self.budget], pairs=self.pairs, time_limit_s=self.time_limit_s
+        )
+        self.measured = found.measured.graph
+        row = found.rows[0]
+        return {
+            **_common(spec, found.solutions[0]),
+            "measured": True,
+            "why_predicted": "",
+            "note": row.note,
+            "exact": row.exact,
+            "eager_s": row.eager_s,
+            "planned_s": None if row.measured_ratio is None else row.measured_ratio * (row.eager_s or 0.0),
+            "eager_peak_bytes": row.eager_peak_bytes,
+            "planned_peak_bytes": row.measured_peak_bytes,
+        }
+
+    def _predicted_row(
+        self, spec: WorkloadSpec, graph: Graph, why: str, measured_rows: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Plan without running: op times and workspaces of the largest measured batch, scaled to this one."""
+        source = self._largest_measured(measured_rows)
+        if source is not None:
+            graph = scaled(graph, source)
+        unplanned = simulate(graph, lower(graph, Plan()))
+        limit = parse_budget(self.budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
+        problem = Problem(graph=graph, budget_bytes=limit, time_limit_s=self.time_limit_s)
+        solution = solve_if_needed(problem, strategies.make(self.strategy_spec), label=self.strategy_spec)
+        planned = solution.timeline if solution.status is Status.FITS else None
+        return {
+            **_common(spec, solution),
+            "measured": False,
+            "why_predicted": why,
+            "note": solution.reason,
+            "exact": None,
+            "eager_s": unplanned.time_us / 1e6 if source is not None else None,
+            "planned_s": planned.time_us / 1e6 if planned is not None and source is not None else None,
+            "eager_peak_bytes": unplanned.peak_bytes,
+            "planned_peak_bytes": None if planned is None else planned.peak_bytes,
+        }
+
+    def _largest_measured(self, measured_rows: Sequence[dict[str, Any]]) -> Graph | None:
+        """The largest batch measured in this run; after an interrupt it is measured anew."""
+        if self.measured is None and measured_rows:
+            spec = replace(self.spec, batch=max(row["batch"] for row in measured_rows))
+            workload = spec.make()
+            self.measured = measure(spec.capture(workload), workload[3], show_progress=False).graph
+        return self.measured
 
 
-def _fits_machine(graph: Graph) -> bool:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return simulate(graph, lower(graph, Plan())).peak_bytes < (1 - HEADROOM) * memory
-
-
-def _measured_row(
-    spec: WorkloadSpec, strategy_spec: str, budget: str, pairs: int, time_limit_s: float
-) -> tuple[dict[str, Any], Graph]:
-    found = run_comparison(spec, [strategy_spec], [budget], pairs=pairs, time_limit_s=time_limit_s)
-    row, solution = found.rows[0], found.solutions[0]
-    data = {
-        **_common(spec, solution),
-        "measured": True,
-        "exact": row.exact,
-        "eager_s": row.eager_s,
-        "planned_s": None if row.measured_ratio is None else row.measured_ratio * (row.eager_s or 0.0),
-        "eager_peak_bytes": row.eager_peak_bytes,
-        "planned_peak_bytes": row.measured_peak_bytes or row.predicted_peak_bytes,
-    }
-    return data, found.measured.graph
-
-
-def _predicted_row(
-    spec: WorkloadSpec, graph: Graph, measured: Graph | None, strategy_spec: str, budget: str, time_limit_s: float
-) -> dict[str, Any]:
-    """Plan a batch that does not fit: op times and workspaces of the largest measured one, scaled by the batch."""
-    if measured is not None:
-        graph = scaled(graph, measured)
-    unplanned = simulate(graph, lower(graph, Plan()))
-    limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
-    problem = Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s)
-    solution = solve(problem, strategies.make(strategy_spec), label=strategy_spec)
-    planned = solution.timeline or unplanned
-    return {
-        **_common(spec, solution),
-        "measured": False,
-        "exact": None,
-        "eager_s": unplanned.time_us / 1e6 if measured is not None else None,
-        "planned_s": planned.time_us / 1e6 if measured is not None else None,
-        "eager_peak_bytes": unplanned.peak_bytes,
-        "planned_peak_bytes": planned.peak_bytes,
-    }
+def fits_machine(graph: Graph, device: str, api: Any = torch.cuda) -> bool:
+    """Whether the unplanned step leaves the machine, or the GPU, enough room. `api` is torch.cuda or a stand-in."""
+    if device == "cpu":
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        memory_bytes = api.mem_get_info(find_device(device, api))[1]
+    return simulate(graph, lower(graph, Plan())).peak_bytes < (1 - HEADROOM) * memory_bytes
 
 
 def scaled(graph: Graph, measured: Graph) -> Graph:
@@ -142,6 +196,8 @@ def _common(spec: WorkloadSpec, solution: Solution) -> dict[str, Any]:
         "early_updates": spec.early_updates,
         "strategy": solution.strategy,
         "status": solution.status.value,
+        "budget_bytes": solution.problem.budget_bytes,
+        "smallest_peak_bytes": None if planned is None else planned.peak_bytes,  # that was found, fitting or not
         "start_bytes": base.start_bytes,
         "by_role_eager": _roles(base),
         "by_role_planned": _roles(planned) if planned else {},
@@ -156,9 +212,11 @@ def _roles(timeline: Timeline) -> dict[str, int]:
 COLUMNS = ("batch", "peak eager", "planned", "less by", "step eager", "planned", "time ratio", "exact", "how")
 
 
-def _print(spec: WorkloadSpec, rows: Sequence[dict[str, Any]], strategy_spec: str, budget: str) -> None:
-    title = f"{spec.source or spec.model}: against batch size, {strategy_spec} at {budget}"
+def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print_table(title, COLUMNS, [sweep_cells(row) for row in rows])
+    for row in rows:
+        if row["status"] != Status.FITS.value or row["note"].startswith("nothing to do"):
+            console.print(f"batch {row['batch']}: {row['note']}")
 
 
 def sweep_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -168,11 +226,19 @@ def sweep_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(row["batch"]),
         human_bytes(eager),
-        human_bytes(planned),
-        f"{1 - planned / eager:.0%}",
+        _planned_peak(row),
+        "-" if planned is None else f"{1 - planned / eager:.0%}",
         "-" if eager_s is None else f"{eager_s:.2f} s",
         "-" if planned_s is None else f"{planned_s:.2f} s",
         "-" if eager_s is None or planned_s is None else f"{planned_s / eager_s:.2f}x",
         "-" if row["exact"] is None else ("yes" if row["exact"] else "NO"),
-        "measured" if row["measured"] else "predicted: does not fit on this machine",
+        "measured" if row["measured"] else f"predicted: {row['why_predicted']}",
     )
+
+
+def _planned_peak(row: dict[str, Any]) -> str:
+    """The planned peak; where none fits the status, and the smallest peak that was found."""
+    planned, smallest = row["planned_peak_bytes"], row["smallest_peak_bytes"]
+    if row["status"] == Status.FITS.value:
+        return "-" if planned is None else human_bytes(planned)
+    return row["status"] if smallest is None else f"{row['status']}: at least {human_bytes(smallest)}"

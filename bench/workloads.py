@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from bench.models import ZOO, MakeOptimizer, Maker, Workload
 from planner.errors import PlannerError
@@ -42,6 +43,7 @@ class WorkloadSpec:
     seq: int | None = None
     optimizer: str | None = None
     dtype: str = "float32"
+    device: str = "cpu"
     free_gradients: bool = False  # the planned step ends with `.grad` at None
     early_updates: bool = False  # the planned step updates each parameter once its gradient is complete
 
@@ -52,13 +54,22 @@ class WorkloadSpec:
     @property
     def title(self) -> str:
         """The model and every size that is not its default, for tables: 'resnet152 b16 96px'."""
-        sizes = [f"b{self.batch_size}"]
-        sizes += [f"{self.image}px"] if self.image is not None else []
+        return " ".join([self.source or self.model, f"b{self.batch_size}", *self._particulars])
+
+    @property
+    def title_of_all_batches(self) -> str:
+        """The title without the batch size: 'resnet152 96px'."""
+        return " ".join([self.source or self.model, *self._particulars])
+
+    @property
+    def _particulars(self) -> list[str]:
+        sizes = [f"{self.image}px"] if self.image is not None else []
         sizes += [f"s{self.seq}"] if self.seq is not None else []
         sizes += [self.optimizer] if self.optimizer is not None else []
         sizes += [self.dtype] if self.dtype != "float32" else []
+        sizes += [f"on {self.device}"] if self.device != "cpu" else []
         sizes += [f"with {' and '.join(self.liberties)}"] if self.liberties else []
-        return " ".join([self.source or self.model, *sizes])
+        return sizes
 
     @property
     def liberties(self) -> tuple[str, ...]:
@@ -80,12 +91,14 @@ class WorkloadSpec:
             self.seq and f"s{self.seq}",
             self.optimizer,
             self.dtype if self.dtype != "float32" else "",
+            self.device if self.device != "cpu" else "",
             *self.liberties,
         )
         return "_".join("".join(c if c.isalnum() else "_" for c in size) for size in sizes if size)
 
     def make(self) -> Workload:
         """The train step, model, optimizer and batch; WorkloadError names what cannot be had."""
+        device = find_device(self.device)
         maker = _imported(self.source) if self.source else _from_zoo(self.model)
         options: dict[str, Any] = {}
         for name in ("image", "seq"):
@@ -95,6 +108,8 @@ class WorkloadSpec:
             options["optimizer"] = _optimizer(self.optimizer)
         _check_options(maker, options, self.source or self.model)
         step, model, optimizer, batch = maker(self.batch_size, **options)
+        if device.type != "cpu":
+            batch = moved(model, optimizer, batch, device)
         return _with_dtype(step, self.dtype), model, optimizer, batch
 
     def capture(self, workload: Workload) -> TracedStep:
@@ -109,6 +124,31 @@ class WorkloadSpec:
             free_gradients=self.free_gradients,
             early_updates=self.early_updates,
         )
+
+
+def find_device(name: str, api: Any = torch.cuda) -> torch.device:
+    """The device of that name; WorkloadError if it is not there. `api` is torch.cuda, or a stand-in in tests."""
+    kind, colon, number = name.partition(":")
+    if name == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda" or (colon and not number.isdigit()):
+        raise WorkloadError(f"unknown device {name!r}: there are cpu, cuda and cuda:N")
+    if not api.is_available():
+        raise WorkloadError(
+            f"--device {name}: this torch ({torch.__version__}) sees no CUDA device; install a CUDA build of torch, "
+            "check `nvidia-smi`, or leave out --device to run on the CPU"
+        )
+    if number and int(number) >= api.device_count():
+        raise WorkloadError(f"--device {name}: there are {api.device_count()} CUDA devices, counted from cuda:0")
+    return torch.device("cuda", int(number or 0))
+
+
+def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, device: torch.device) -> Any:
+    """Move a model in place and what its optimizer holds of it; the batch is given back on the device."""
+    model.to(device)
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())  # puts each state where its parameter is now
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def _from_zoo(name: str) -> Maker:

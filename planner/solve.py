@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from planner.errors import NoPlan, PlanError
 from planner.explain import Decision, explain
 from planner.ir import Graph
-from planner.plan import Plan, Schedule, candidates, lower
+from planner.plan import BoundClass, Plan, Schedule, candidates, lower
 from planner.simulator import Timeline, simulate
 from planner.units import human_bytes, parse_budget
 
@@ -153,6 +153,29 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
         solve_s=solve_s,
         reason=_reason(problem, plan, timeline),
     )
+
+
+def solve_if_needed(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
+    """`solve`, unless the step fits as it is: then the empty plan, whose reason says that there was nothing to do."""
+    if problem.unplanned.peak_bytes > problem.budget_bytes:
+        return solve(problem, strategy, label=label)
+    found = solve(problem, _Nothing(), label=label or strategy.name)
+    return replace(found, reason=_nothing_to_do(problem))
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """The empty plan: no recomputation, which no plan can beat."""
+
+    name: ClassVar[str] = "nothing to do"
+
+    def plan(self, problem: Problem) -> Plan:
+        return Plan(lower_bound_us=0.0, bound_class=BoundClass.ANY_SCHEDULE, note=_nothing_to_do(problem))
+
+
+def _nothing_to_do(problem: Problem) -> str:
+    peak, budget = human_bytes(problem.unplanned.peak_bytes), human_bytes(problem.budget_bytes)
+    return f"nothing to do: the step's own peak of {peak} is within the budget of {budget}; it runs unplanned"
 
 
 def _check_bound(label: str, plan: Plan, timeline: Timeline) -> None:

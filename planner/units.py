@@ -13,6 +13,14 @@ _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 def parse_budget(budget: str | int, *, start_bytes: int, peak_bytes: int) -> int:
     """Bytes of total peak. `"p%"` means start + p% of what the unplanned step adds to it."""
+    number, unit = read_budget(budget, start_bytes=start_bytes)
+    if unit != "%":
+        return int(number * _UNITS[unit])
+    return start_bytes + int(number / 100 * (peak_bytes - start_bytes))
+
+
+def read_budget(budget: str | int, *, start_bytes: int | None = None) -> tuple[float, str]:
+    """The number of a budget and its unit; BudgetError if it is none, whatever the step."""
     if isinstance(budget, bool) or not isinstance(budget, (int, str)):
         raise BudgetError(f"budget {budget!r}: give bytes as a whole number, or text such as '4GiB' or '60%'")
     match = _BUDGET.fullmatch(str(budget))
@@ -21,12 +29,9 @@ def parse_budget(budget: str | int, *, start_bytes: int, peak_bytes: int) -> int
         raise BudgetError(f"budget {budget!r}: give bytes ('4000000', '4GiB', '900MB') or a share of the step ('60%')")
     number = float(match[1])
     if number == 0 or (unit != "%" and number * _UNITS[unit] < 1):
-        raise BudgetError(
-            f"budget {budget!r}: nothing runs in no memory; the step starts at {human_bytes(start_bytes)}"
-        )
-    if unit != "%":
-        return int(number * _UNITS[unit])
-    return start_bytes + int(number / 100 * (peak_bytes - start_bytes))
+        needed = "" if start_bytes is None else f"; the step starts at {human_bytes(start_bytes)}"
+        raise BudgetError(f"budget {budget!r}: nothing runs in no memory{needed}")
+    return number, unit
 
 
 def human_bytes(nbytes: int) -> str:

@@ -17,14 +17,14 @@ from planner.errors import BudgetError, FileFormatError, PlannerError
 from planner.explain import Decision
 from planner.floor import floor
 from planner.ir import Graph
-from planner.plan import Plan, lower
+from planner.plan import Plan, Schedule, lower
 from planner.simulator import Timeline, simulate
-from planner.solve import Problem, Solution, Status, Strategy, solve
+from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
 from planner.units import human_bytes, parse_budget
 from profiler.capture import TracedStep, capture
 from profiler.measure import measure
 from rewriter.apply import apply
-from rewriter.verify import Verification, VerificationError, verify
+from rewriter.verify import Verification, VerificationError, observe, verify
 
 TrainStep = Callable[[Any, Any, Any], Any]
 
@@ -160,7 +160,7 @@ class CheckpointedStep:
             early_updates=settings.early_updates,
         )
         traced = measure(traced, batch, show_progress=settings.show_progress).traced
-        solution = self._solve(traced)
+        solution = self._solve(traced, batch)
         assert solution.schedule is not None
         module = apply(traced, solution.schedule)
         form = Prepared(traced=traced, solution=solution, module=module, verification=None)
@@ -170,22 +170,43 @@ class CheckpointedStep:
         del self._forms[settings.most_shapes :]
         return form
 
-    def _solve(self, traced: TracedStep) -> Solution:
+    def _solve(self, traced: TracedStep, batch: Any) -> Solution:
         settings, graph = self._settings, traced.graph
-        unplanned = simulate(graph, lower(graph, Plan(), in_place=settings.in_place))
+        unplanned = lower(graph, Plan(), in_place=settings.in_place)
+        peak_bytes = simulate(graph, unplanned).peak_bytes
         budget = settings.budget
         if budget == "auto":
             budget = auto_budget(graph, next(self._model.parameters()).device, torch.cuda)
-        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
-        margin = int(MARGIN * max(0, limit - graph.start_bytes))
+        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
+        margin = _margin(graph, limit)
+        given = self._given(graph)
+        if given is None and limit - margin < peak_bytes <= limit:
+            # Too close to trust the prediction, and a needless plan would cost time: let the step itself say.
+            measured_bytes = graph.start_bytes + self._measured_peak(traced, unplanned, batch)
+            most_bytes = max(peak_bytes, measured_bytes)
+            limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=most_bytes)
+            margin = 0 if measured_bytes <= limit else _margin(graph, limit)
         problem = Problem(
             graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s, in_place=settings.in_place
         )
-        given = self._given(graph)
-        solution = solve(problem, given) if given else solve(problem, settings.strategy, label=settings.label)
+        solution = solve(problem, given) if given else solve_if_needed(problem, settings.strategy, label=settings.label)
         if solution.status is not Status.FITS:
             raise OverBudget(_over_budget(solution, limit, margin))
         return solution
+
+    def _measured_peak(self, traced: TracedStep, schedule: Schedule, batch: Any) -> int:
+        """What the captured step really adds to memory when it runs `schedule`; everything is put back."""
+        module = apply(traced, schedule)
+        seen = observe(
+            lambda b: traced.convention.call(module, b),
+            self._model,
+            self._optimizer,
+            batch,
+            steps=2,  # a first step may still make what later ones find there
+            unread_gradients=[slot.tensor() for slot in traced.convention.dropped],
+            generators=traced.generators,
+        )
+        return seen.peak_bytes
 
     def _given(self, graph: Graph) -> Strategy | None:
         """The plan from the file; a form that turns up later and does not match it is planned like any other."""
@@ -220,6 +241,10 @@ class CheckpointedStep:
                 "and optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
             )
         return found
+
+
+def _margin(graph: Graph, limit: int) -> int:
+    return int(MARGIN * max(0, limit - graph.start_bytes))
 
 
 def auto_budget(graph: Graph, device: torch.device, api: Any) -> int:

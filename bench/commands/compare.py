@@ -9,6 +9,7 @@ from bench.commands.options import (
     add_liberties,
     add_workload,
     batches,
+    budgets,
     check_folder,
     check_writable,
     positive,
@@ -56,18 +57,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable(options.json)
-    specs, budgets = strategy_specs(options.strategy), split_commas(options.budget)
+    specs, limits = strategy_specs(options.strategy), budgets(options.budget)
     if options.graph is not None or options.synthetic is not None:
-        return _compare_graphs(options, specs, budgets)
+        return _compare_graphs(options, specs, limits)
     check_folder(options.out)
     if options.batches is not None:
-        return _sweep(options, specs[0], budgets[0])
-    return _compare_model(options, specs, budgets)
+        return _sweep(options, specs[0], limits[0])
+    return _compare_model(options, specs, limits)
 
 
-def _compare_graphs(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
-    from bench.planning import SYNTHETIC, compare_graph, write_json
+def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
+    from bench.planning import SYNTHETIC, as_json, compare_graph
     from bench.report import graph_caption, print_comparison
+    from bench.results import command_line, save_rows
     from planner.ir import Graph
 
     if options.graph is not None:
@@ -79,11 +81,11 @@ def _compare_graphs(options: argparse.Namespace, specs: list[str], budgets: list
         graphs = [SYNTHETIC[name]() for name in chosen]
     rows = []
     for graph in graphs:
-        found = compare_graph(graph, specs, budgets, time_limit_s=options.time_limit)
+        found = compare_graph(graph, specs, limits, time_limit_s=options.time_limit)
         rows += found
         print_comparison(found, title=f"{graph.name}: strategies compared", caption=graph_caption(found))
     if options.json is not None:
-        write_json(options.json, rows)
+        save_rows(options.json, command=command_line(), rows=as_json(rows))
     return 0
 
 
@@ -98,17 +100,18 @@ def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
         pairs=options.pairs,
         time_limit_s=options.time_limit,
         out=options.out,
+        json_file=options.json,
     )
     return 0
 
 
-def _compare_model(options: argparse.Namespace, specs: list[str], budgets: list[str]) -> int:
+def _compare_model(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
     from bench.compare import compare_model
 
     compare_model(
         workload(options, default=DEFAULT_BATCH_AND_IMAGE),
         specs,
-        budgets,
+        limits,
         pairs=options.pairs,
         time_limit_s=options.time_limit,
         out=options.out,

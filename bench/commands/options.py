@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.units import read_budget
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seq", type=positive, help="tokens, for language models")
     group.add_argument("--optimizer", help="sgd, adamw, adam (fused, inside the graph), adamw-default, adam-default")
     group.add_argument("--dtype", default="float32", help="float32, or bfloat16 for autocast")
+    group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
 
 
 def add_liberties(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +58,7 @@ def workload(options: argparse.Namespace, *, default: tuple[int, int] | None = N
         seq=options.seq,
         optimizer=options.optimizer,
         dtype=options.dtype,
+        device=options.device,
         free_gradients=getattr(options, "free_gradients", False),
         early_updates=getattr(options, "early_updates", False),
     )
@@ -99,6 +102,23 @@ def strategy_specs(text: str) -> list[str]:
     if not specs:
         raise PlannerError("--strategy names none: write one, several with commas, or 'all'")
     return specs
+
+
+def budgets(text: str) -> list[str]:
+    """The budgets named, each one that can be read."""
+    pieces = split_commas(text)
+    for piece in pieces:
+        read_budget(piece)  # a bad one is told before any work
+    if not pieces:
+        raise PlannerError("--budget names none: write one or several with commas, such as 4GiB,60%")
+    return pieces
+
+
+def one(kind: str, chosen: list[str]) -> str:
+    """The only one of what was named; PlannerError if there are several."""
+    if len(chosen) != 1:
+        raise PlannerError(f"--{kind} takes one here, not {len(chosen)}: {', '.join(chosen)}")
+    return chosen[0]
 
 
 def split_commas(text: str) -> list[str]:

@@ -1,10 +1,10 @@
-"""`python -m bench results`: the tables of the results folder, made again from the rows beside them."""
+"""`python -m bench results`: the tables of the results folder, and the figure of the pipeline, made again."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "Make the tables of bench/results again from their rows."
+HELP = "Make the tables of bench/results again from their rows, and the figure of the pipeline."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -12,8 +12,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.tables import make_tables
+    from bench.pipeline import draw_pipeline
+    from bench.tables import RESULTS, make_tables
 
-    for path in make_tables():
+    draw_pipeline(RESULTS / "pipeline.png")
+    for path in (*make_tables(), RESULTS / "pipeline.png"):
         print(path)
     return 0

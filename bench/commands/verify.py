@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_liberties, add_workload, positive, strategy_specs, workload
+from bench.commands.options import add_liberties, add_workload, budgets, one, positive, strategy_specs, workload
 
 HELP = "Plan a step, run it and the plain one from the same state, and compare every bit they leave."
 
@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    (spec,) = strategy_specs(options.strategy)
+    spec, budget = one("strategy", strategy_specs(options.strategy)), one("budget", budgets(options.budget))
     from bench.compare import verify_model
 
-    return 0 if verify_model(workload(options), spec, options.budget, steps=options.steps) else 1
+    return 0 if verify_model(workload(options), spec, budget, steps=options.steps) else 1

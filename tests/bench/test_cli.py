@@ -52,7 +52,9 @@ def test_a_batch_of_zero_is_refused_by_the_parser(capsys):
 def test_rows_are_written_as_json(tmp_path):
     file = tmp_path / "rows.json"
     assert main(["--synthetic", "tower", "--strategy", "keep_all,mutwo", "--budget", "70%", "--json", str(file)]) == 0
-    keep_all, mutwo = json.loads(file.read_text())
+    document = json.loads(file.read_text())
+    assert {"command", "versions", "machine", "commit"} <= set(document)
+    keep_all, mutwo = document["rows"]
     assert (keep_all["status"], mutwo["status"]) == ("over budget", "fits")
     assert mutwo["peak_bytes"] <= mutwo["budget_bytes"] < keep_all["peak_bytes"]
     assert mutwo["overhead"] > 0
@@ -75,7 +77,7 @@ def test_a_saved_graph_is_compared_in_a_process_where_importing_torch_fails(tmp_
 
 
 def test_every_command_teaches(capsys):
-    for command in ([], ["profile"], ["verify"], ["accuracy"], ["micro"]):
+    for command in ([], ["profile"], ["verify"], ["accuracy"], ["micro"], ["graph"]):
         with pytest.raises(SystemExit) as stopped:
             main([*command, "--help"])
         assert stopped.value.code == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import figures
+from bench import figures, pipeline
 from bench.synthetic import residual_tower, transformer
 from planner.ir import Phase
 from planner.plan import Plan, candidates, lower, recompute_once
@@ -49,34 +49,34 @@ def test_every_figure_is_drawn(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_batch_figures_are_drawn_with_rows_that_have_no_plan_or_no_time(tmp_path):
+def batch_row(batch, **changed):
     roles = {"param": 10, "activation": 30}
+    row = {"batch": batch, "measured": True, "status": "fits", "eager_s": 1.0, "planned_s": 1.1}
+    return {**row, "by_role_eager": roles, "by_role_planned": {"param": 10, "activation": 20}, **changed}
+
+
+def test_batch_figures_are_drawn_with_rows_that_have_no_plan_or_no_time(tmp_path):
     rows = [
-        {
-            "batch": 4,
-            "measured": True,
-            "eager_s": 1.0,
-            "planned_s": 1.1,
-            "by_role_eager": roles,
-            "by_role_planned": roles,
-        },
-        {
-            "batch": 8,
-            "measured": True,
-            "eager_s": 2.0,
-            "planned_s": None,
-            "by_role_eager": roles,
-            "by_role_planned": {},
-        },
-        {
-            "batch": 9,
-            "measured": False,
-            "eager_s": None,
-            "planned_s": None,
-            "by_role_eager": roles,
-            "by_role_planned": roles,
-        },
+        batch_row(4),
+        batch_row(8, status="over budget", planned_s=None),
+        batch_row(9, status="no plan", planned_s=None, by_role_planned={}),
+        batch_row(16, measured=False, eager_s=None, planned_s=None),
     ]
     figures.draw_batch_peaks(tmp_path / "peaks.png", rows, title="t")
     figures.draw_batch_latency(tmp_path / "latency.png", rows, title="t")
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in tmp_path.glob("*.png"))
+
+
+def test_the_labels_on_planned_bars_say_the_reduction_the_ratio_or_why_there_is_none():
+    assert figures.reduction_label(batch_row(4)) == "\N{MINUS SIGN}25%"
+    assert figures.reduction_label(batch_row(4, by_role_planned={"param": 40})) == "same"
+    assert figures.reduction_label(batch_row(4, status="over budget")) == "over budget"
+    assert figures.latency_label(batch_row(4)) == "1.10x"
+    assert figures.latency_label(batch_row(4, planned_s=None)) == "not timed"
+    assert figures.latency_label(batch_row(4, status="no plan")) == "no plan"
+
+
+def test_the_pipeline_is_drawn_with_every_stage(tmp_path):
+    assert [stage.title for stage in pipeline.STAGES] == ["capture", "measure", "plan", "rewrite", "prove"]
+    pipeline.draw_pipeline(tmp_path / "pipeline.png")
+    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")

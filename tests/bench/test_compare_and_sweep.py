@@ -1,0 +1,227 @@
+"""Comparisons and sweeps on a tiny model: nothing to do, memory that runs out, interrupts, files of other settings."""
+
+import json
+
+import pytest
+
+import bench.run
+import bench.sweep
+from bench import figures
+from bench.__main__ import main
+from bench.exhaustion import OutOfMemory
+from bench.results import resumed_rows, save_rows
+from bench.sweep import run_sweep, sweep_cells
+from bench.workloads import WorkloadSpec
+from planner.errors import FileFormatError
+
+SMALL = ["--model", "resnet18", "--image", "32", "--batch", "2", "--pairs", "1"]
+SPEC = WorkloadSpec(model="resnet18", image=32)
+
+
+def said(capsys):
+    """What was printed, without the line breaks of a terminal."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def sweep(out, batches, *, budget="95%", pairs=1, **options):
+    return run_sweep(SPEC, batches, "mutwo", budget, pairs=pairs, time_limit_s=5.0, out=out, **options)
+
+
+# -- one comparison -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison at a budget to plan for, at one above the peak and at one that nothing meets."""
+    out = tmp_path_factory.mktemp("compared")
+    file = out / "rows.json"
+    options = ["--strategy", "sqrtn,mutwo", "--budget", "95%,100%,1TiB,1%", "--out", str(out), "--json", str(file)]
+    assert main([*SMALL, *options]) == 0
+    return out, json.loads(file.read_text())
+
+
+def rows_at(document, budget):
+    return [row for row in document["rows"] if row["budget"] == budget]
+
+
+@pytest.mark.parametrize("budget", ["100%", "1TiB"])
+def test_a_budget_above_the_peak_is_run_unplanned_and_said(compared, budget):
+    for row in rows_at(compared[1], budget):
+        assert (row["status"], row["dropped"], row["reruns"], row["exact"]) == ("fits", 0, 0, True)
+        assert row["measured_ratio"] is not None
+        assert row["predicted_overhead"] == 0
+        assert row["note"].startswith("nothing to do: the step's own peak of")
+
+
+def test_a_budget_that_nothing_meets_says_the_smallest_peak_and_runs_nothing(compared):
+    for row in rows_at(compared[1], "1%"):
+        assert row["status"] == "over budget"
+        assert row["measured_peak_bytes"] is None
+        assert row["note"].startswith("smallest peak found")
+
+
+def test_each_budget_that_is_met_has_its_figures_and_its_plan_as_text(compared):
+    names = {path.name for path in compared[0].iterdir()}
+    for budget in ("95pct", "100pct", "1TiB"):
+        assert {f"memory_{budget}.png", f"plan_{budget}.png", f"plan_{budget}.txt"} <= names
+    assert not any("_1pct" in name for name in names)
+    assert "recomputed before" in (compared[0] / "plan_95pct.txt").read_text()
+
+
+def test_rows_say_where_they_came_from(compared):
+    document = compared[1]
+    assert {"python", "torch", "ortools", "recompute-planner"} <= set(document["versions"])
+    assert {"cpu", "cores", "threads", "memory_gib", "system"} == set(document["machine"])
+    assert document["commit"] != "unknown"
+    assert document["command"].startswith("python -m bench")
+
+
+def test_nothing_to_do_is_printed_once_a_budget(tmp_path, capsys):
+    assert main([*SMALL, "--strategy", "sqrtn,mutwo", "--budget", "100%", "--out", str(tmp_path)]) == 0
+    assert said(capsys).count("budget 100%: nothing to do") == 1
+
+
+def test_a_planned_step_that_runs_out_of_memory_is_a_row_that_says_so(tmp_path, capsys, monkeypatch):
+    real = bench.run.apply
+
+    def fails_once(traced, schedule):
+        monkeypatch.setattr(bench.run, "apply", real)
+        module = real(traced, schedule)
+        module.forward = lambda *_: (_ for _ in ()).throw(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+        return module
+
+    monkeypatch.setattr(bench.run, "apply", fails_once)
+    file = tmp_path / "rows.json"
+    options = ["--strategy", "sqrtn,mutwo", "--budget", "95%", "--out", str(tmp_path), "--json", str(file)]
+    assert main([*SMALL, *options]) == 0
+    failed, went_well = json.loads(file.read_text())["rows"]
+    assert failed["note"].startswith("out of memory while proving the planned step")
+    assert (failed["exact"], went_well["exact"]) == (None, True)
+    assert "sqrtn at 95%: out of memory" in said(capsys)
+
+
+def test_a_plain_step_that_runs_out_of_memory_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench.run, "measure", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+    assert main([*SMALL, "--out", str(tmp_path)]) == 2
+    assert "bench: out of memory while measuring resnet18 b2 32px: no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["graph"], ["profile"]])
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("bench.workloads._from_zoo", lambda _: pytest.fail("a model was made"))
+    (tmp_path / "file").write_text("not a folder")
+    assert main([*command, "--model", "resnet18", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["verify"], ["graph"]])
+@pytest.mark.parametrize("budget", ["4 bananas", "0", "-3", ","])
+def test_a_budget_that_cannot_be_read_is_told_before_the_work(command, budget, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("bench.workloads._from_zoo", lambda _: pytest.fail("a model was made"))
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--model", "resnet18", f"--budget={budget}"]) == 2
+    assert "budget" in capsys.readouterr().err
+
+
+# -- sweeps -------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    real, asked = bench.sweep.run_comparison, []
+
+    def interrupted_at_three(spec, *args, **kwargs):
+        asked.append(spec.batch)
+        if asked.count(3) == 1 and spec.batch == 3:
+            raise KeyboardInterrupt
+        return real(spec, *args, **kwargs)
+
+    monkeypatch.setattr(bench.sweep, "run_comparison", interrupted_at_three)
+    command = [*SMALL[:4], "--pairs", "1", "--strategy", "mutwo", "--budget", "95%", "--batches", "2,3"]
+    assert main([*command, "--out", str(tmp_path)]) == 130
+    assert "1 rows are in" in said(capsys)
+    file = tmp_path / "sweep_resnet18_32px_mutwo_95pct.json"
+    first = json.loads(file.read_text())["rows"]
+    assert [row["batch"] for row in first] == [2]
+
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    assert asked == [2, 3, 3]
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["batch"] for row in rows] == [2, 3]
+    assert rows[0] == first[0]
+    assert "batches 2 are there" in said(capsys)
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "peak_resnet18_32px_mutwo_95pct.png",
+        "latency_resnet18_32px_mutwo_95pct.png",
+    }
+    with pytest.raises(FileFormatError, match="made with pairs 1, not 2"):
+        sweep(tmp_path, [2], pairs=2)
+
+
+def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_measured(tmp_path, capsys, monkeypatch):
+    real, asked = bench.sweep.run_comparison, []
+
+    def exhausted_at_three(spec, *args, **kwargs):
+        asked.append(spec.batch)
+        if spec.batch >= 3:
+            raise OutOfMemory("out of memory while measuring: no room")
+        return real(spec, *args, **kwargs)
+
+    monkeypatch.setattr(bench.sweep, "run_comparison", exhausted_at_three)
+    rows = sweep(tmp_path, [2, 3, 4], json_file=tmp_path / "rows.json")
+    assert asked == [2, 3]
+    assert [row["measured"] for row in rows] == [True, False, False]
+    assert all(row["eager_s"] > 0 for row in rows)
+    assert sweep_cells(rows[2])[-1] == "predicted: out of memory while measuring: no room"
+    assert "it and larger ones are predicted" in said(capsys)
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_a_predicted_batch_after_an_interrupt_measures_the_largest_measured_one_anew(tmp_path, monkeypatch):
+    sweep(tmp_path, [2])
+    monkeypatch.setattr(bench.sweep, "fits_machine", lambda *_: False)
+    rows = sweep(tmp_path, [2, 3])
+    assert [row["measured"] for row in rows] == [True, False]
+    assert rows[1]["eager_s"] > 0
+
+
+def test_a_row_over_budget_says_so_with_the_smallest_peak_found(tmp_path, capsys):
+    (row,) = sweep(tmp_path, [2], budget="1%")
+    assert row["status"] == "over budget"
+    assert (row["planned_peak_bytes"], row["planned_s"]) == (None, None)
+    assert row["smallest_peak_bytes"] > row["budget_bytes"]
+    cells = sweep_cells(row)
+    assert cells[2].startswith("over budget: at least ")
+    assert cells[3] == "-"
+    assert (figures.reduction_label(row), figures.latency_label(row)) == ("over budget", "over budget")
+    assert "batch 2: smallest peak found" in said(capsys)
+
+
+# -- files of rows ------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_resumed_only_under_the_same_settings_and_versions(tmp_path):
+    file = tmp_path / "rows.json"
+    assert resumed_rows(file, settings={"pairs": 3}) == []
+    save_rows(file, command="x", rows=[{"a": 1}], settings={"pairs": 3, "batches": (1, 2)})
+    assert resumed_rows(file, settings={"pairs": 3, "batches": (1, 2)}) == [{"a": 1}]
+    with pytest.raises(FileFormatError, match="made with pairs 3, not 5"):
+        resumed_rows(file, settings={"pairs": 5, "batches": (1, 2)})
+    document = json.loads(file.read_text())
+    document["versions"]["torch"] = "0.4"
+    file.write_text(json.dumps(document))
+    with pytest.raises(FileFormatError, match=r"made with torch '0\.4', not .*delete it or use another --out"):
+        resumed_rows(file, settings={"pairs": 3, "batches": (1, 2)})
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", '{"rows": []}', "{half"])
+def test_a_file_that_holds_no_rows_is_refused_with_the_way_on(tmp_path, text):
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    with pytest.raises(FileFormatError, match="delete it or use another --out"):
+        resumed_rows(file, settings={})
+
+
+def test_saving_leaves_no_partial_file_behind(tmp_path):
+    save_rows(tmp_path / "rows.json", command="x", rows=[])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]

@@ -1,0 +1,95 @@
+"""A budget at or above the step's own peak: nothing is recomputed, and the measured peak is still within it."""
+
+import pytest
+
+import rewriter.step
+from planner.solve import Status
+from rewriter import OverBudget
+from tests.rewriter import tiny
+from tests.rewriter.side_by_side import assert_same, seeded, snapshot
+from tests.rewriter.test_checkpoint import adam, make, planned
+
+
+class Stubborn:
+    """Finds nothing to drop: only a step that needs no plan gets by."""
+
+    name = "stubborn"
+
+    def plan(self, problem):
+        raise AssertionError("no strategy is asked when there is nothing to do")
+
+
+def peaks(workload):
+    """The simulated and the measured peak of the unplanned step, and what is live before it."""
+    step = planned(workload, "1TiB", verify=1)
+    unplanned, start = step.solution.problem.unplanned, step.solution.problem.graph.start_bytes
+    return unplanned.peak_bytes, start + step.verification.measured_peak_bytes, start
+
+
+def fudge_measured(monkeypatch, extra_bytes):
+    """Let the measured peak of the unplanned step be higher than it is."""
+    real = rewriter.step.CheckpointedStep._measured_peak
+    monkeypatch.setattr(
+        rewriter.step.CheckpointedStep, "_measured_peak", lambda *args: real(*args) + extra_bytes, raising=True
+    )
+
+
+@pytest.mark.parametrize("name", tiny.ZOO)
+@pytest.mark.parametrize("budget", ["100%", "150%"])
+def test_a_share_of_all_or_more_runs_unplanned(name, budget):
+    step = planned(seeded(tiny.ZOO[name]), budget, strategy=Stubborn(), verify=1)
+    solution = step.solution
+    assert solution.status is Status.FITS
+    assert solution.timeline.reruns == 0
+    assert solution.reason.startswith("nothing to do: the step's own peak of")
+    start = solution.problem.graph.start_bytes
+    assert start + step.verification.measured_peak_bytes <= solution.problem.budget_bytes
+
+
+@pytest.mark.parametrize("optimizer", [tiny.sgd, adam])
+def test_a_budget_in_bytes_of_just_the_peak_runs_unplanned_if_the_measured_one_is_within(optimizer):
+    simulated, measured, _ = peaks(make(optimizer=optimizer))
+    step = planned(make(optimizer=optimizer), max(simulated, measured), strategy=Stubborn(), verify=1)
+    assert step.solution.timeline.reruns == 0
+    assert step.solution.problem.budget_bytes == max(simulated, measured)
+
+
+def test_a_budget_far_above_the_peak_is_not_measured_first(monkeypatch):
+    monkeypatch.setattr(rewriter.step, "observe", lambda *_, **__: pytest.fail("measured"))
+    assert planned(make(), "102%", strategy=Stubborn()).solution.timeline.reruns == 0
+
+
+def test_a_budget_in_bytes_that_the_measured_peak_exceeds_is_planned_for(monkeypatch):
+    simulated, _, start = peaks(make())
+    fudge_measured(monkeypatch, extra_bytes=(simulated - start) // 400)
+    step = planned(make(), simulated, strategy="mutwo", verify=1)
+    assert step.solution.timeline.reruns > 0
+    assert start + step.verification.measured_peak_bytes <= simulated
+
+
+def test_all_of_the_step_means_all_that_was_measured(monkeypatch):
+    simulated, _, start = peaks(make())
+    extra = (simulated - start) // 400
+    fudge_measured(monkeypatch, extra_bytes=extra)
+    step = planned(make(), "100%", strategy=Stubborn())
+    assert step.solution.timeline.reruns == 0
+    assert step.solution.problem.budget_bytes >= simulated + extra - 1
+
+
+def test_measuring_first_leaves_everything_as_it_was():
+    workload = make()
+    _, model, optimizer, _ = workload
+    before = snapshot(None, model, optimizer)
+    planned(workload, "100%", strategy=Stubborn())
+    assert_same([before], [snapshot(None, model, optimizer)])
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
+
+
+def test_below_the_peak_a_strategy_is_asked_and_its_margin_kept():
+    step = planned(make(), "99%")
+    solution = step.solution
+    assert solution.timeline.reruns > 0
+    assert solution.timeline.peak_bytes <= solution.problem.budget_bytes
+    with pytest.raises(OverBudget):
+        planned(make(), "99%", strategy="keep_all")
