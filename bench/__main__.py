@@ -18,6 +18,7 @@ COMMANDS = {
     "accuracy": "predicted memory and time against two independent meters",
     "exactness": "models x optimizers x strategies, each compared with eager bit by bit",
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
+    "pareto": "the whole trade-off of a step: overhead against peak, with the proven bound; as a figure",
     "results": "make the tables of bench/results again from the rows beside them",
     "graph": "the step before and after rewriting: text, DOT, a page, the plan as a figure",
     "micro": "how fast planning is, and how it grows",

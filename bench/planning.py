@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from bench import synthetic
 from planner.ir import Graph
 from planner.solve import Row, compare
 
+LAYERED_NODES = (100, 300, 1000)
+
 SYNTHETIC: dict[str, Callable[[], Graph]] = {
     "chain": lambda: synthetic.chain(40),
     "tower": lambda: synthetic.residual_tower(30),
@@ -19,6 +22,7 @@ SYNTHETIC: dict[str, Callable[[], Graph]] = {
     "transformer": lambda: synthetic.transformer(12),
     "accumulation": lambda: synthetic.accumulation(2, 20),
     "resnet-like": synthetic.resnet_like,
+    **{f"layered-{n}": partial(synthetic.layered, n) for n in LAYERED_NODES},
 }
 
 
@@ -51,6 +55,8 @@ def _row_data(row: Row) -> dict[str, Any]:
         "overhead": timeline.overhead if timeline else None,
         "dropped": len(solution.dropped),
         "gap": solution.gap,
+        "found_by": solution.plan.found_by if solution.plan else "",
+        "cut_off": solution.plan.cut_off if solution.plan else False,
         "solve_s": solution.solve_s,
         "times": str(solution.problem.graph.timing),
         "reason": solution.reason,

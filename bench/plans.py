@@ -1,23 +1,27 @@
 """`python -m bench plans`: strategies compared on full-size graphs with the times of a fixed roofline.
 
-Nothing runs but capture and planning, so the table is the same on every machine, but for the seconds.
+Nothing runs but capture and planning, so the tables are the same on every machine, but for the seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from bench.planning import as_json, compare_graph
+from bench.planning import LAYERED_NODES, SYNTHETIC, as_json, compare_graph
 from bench.report import console, graph_caption, print_comparison
 from bench.results import save_rows
+from bench.smallest import SmallestRow, print_smallest, smallest_budgets
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph
 from profiler.capture import capture
 from profiler.cost import with_roofline_times
+from profiler.measure import measure
 
 MODELS = (
     WorkloadSpec(model="resnet50", batch=8),
@@ -26,36 +30,76 @@ MODELS = (
     WorkloadSpec(model="gpt2", batch=8, seq=512),
     WorkloadSpec(model="densenet121", batch=8),
 )
+LAYERED_BUDGETS = ("70%", "50%")
+LAYERED_TIME_LIMIT_S = 30.0
 
 
-def run_plans(
-    workloads: Sequence[WorkloadSpec],
-    specs: Sequence[str],
-    budgets: Sequence[str],
-    *,
-    time_limit_s: float,
-    out: Path | None,
-) -> list[dict[str, Any]]:
-    """One table per model; the rows are saved after each."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A graph to plan on, made when its turn comes."""
+
+    title: str
+    make: Callable[[], Graph]
+    budgets: Sequence[str]
+    time_limit_s: float
+
+
+def model_cases(workloads: Sequence[WorkloadSpec], budgets: Sequence[str], time_limit_s: float) -> list[Case]:
+    """Captured models with roofline times."""
+    return [
+        Case(title=w.title, make=partial(roofline_graph, w), budgets=budgets, time_limit_s=time_limit_s)
+        for w in workloads
+    ]
+
+
+def layered_cases() -> list[Case]:
+    """Random layered nets: nothing in them repeats, so that no strategy profits from regular blocks."""
+    names = [f"layered-{n}" for n in LAYERED_NODES]
+    return [
+        Case(title=name, make=SYNTHETIC[name], budgets=LAYERED_BUDGETS, time_limit_s=LAYERED_TIME_LIMIT_S)
+        for name in names
+    ]
+
+
+def run_plans(cases: Sequence[Case], specs: Sequence[str], *, command: str, out: Path | None) -> list[dict[str, Any]]:
+    """Two tables a graph, of strategies at budgets and of the smallest budgets met; the rows are saved after each."""
     rows: list[dict[str, Any]] = []
+    smallest: list[SmallestRow] = []
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("capturing", total=len(workloads) * len(budgets))
-        for workload in workloads:
-            bar.update(task, description=f"capturing {workload.title}")
-            graph = roofline_graph(workload)
+        task = bar.add_task("capturing", total=sum(1 + len(case.budgets) for case in cases))
+        for case in cases:
+            bar.update(task, description=f"making the graph of {case.title}")
+            graph = case.make()
             found = []
-            for budget in budgets:
-                bar.update(task, advance=1, description=f"planning {workload.title} at {budget}")
-                found += compare_graph(graph, specs, [budget], time_limit_s=time_limit_s)
-            print_comparison(found, title=f"{workload.title}: strategies compared", caption=graph_caption(found))
+            for budget in case.budgets:
+                bar.update(task, advance=1, description=f"planning {case.title} at {budget}")
+                found += compare_graph(graph, specs, [budget], time_limit_s=case.time_limit_s)
+            print_comparison(found, title=f"{case.title}: strategies compared", caption=graph_caption(found))
+            bar.update(task, advance=1, description=f"smallest budgets of {case.title}")
+            met = smallest_budgets(graph, specs, time_limit_s=case.time_limit_s)
+            print_smallest(met)
             rows += as_json(found)
+            smallest += met
             if out is not None:
-                command = f"python -m bench plans --strategy {','.join(specs)} --budget {','.join(budgets)}"
                 save_rows(out, command=command, rows=rows)
+                save_rows(smallest_file(out), command=command, rows=[asdict(row) for row in smallest])
     return rows
+
+
+def smallest_file(out: Path) -> Path:
+    """Where the rows of the smallest budgets are kept: beside the others."""
+    return out.with_name(f"{out.stem}_smallest.json")
 
 
 def roofline_graph(workload: WorkloadSpec) -> Graph:
     """The captured graph of a model with the fixed roofline's times."""
     step, model, optimizer, batch = workload.make()
     return with_roofline_times(capture(step, model, optimizer, batch, name=workload.title))
+
+
+def measured_graph(workload: WorkloadSpec) -> Graph:
+    """The captured graph of a model with the times measured here."""
+    step, model, optimizer, batch = workload.make()
+    with console.status("capturing the step"):
+        traced = capture(step, model, optimizer, batch, name=workload.title)
+    return measure(traced, batch).graph

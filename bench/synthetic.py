@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -336,3 +337,46 @@ def conv_norm_relu(net: Network, name: str, x: int, nbytes: int, *, time_us: flo
     h = net.layer(f"{name}_conv", [x], nbytes, time_us=time_us, param_bytes=nbytes // 32, target="conv")
     h = batch_norm(net, f"{name}_norm", h, nbytes, time_us=time_us / 8)
     return relu(net, f"{name}_relu", h, nbytes, time_us=time_us / 16)
+
+
+def layered(nodes: int, *, seed: int = 0) -> Graph:
+    """A random net: `nodes` forward ops in layers of up to five, read by the next two layers and by far skips.
+
+    Sizes vary by 20 and costs by 70, and whether a backward reads an op's inputs, its output or both varies too.
+    """
+    net, draw = Network(f"layered-{nodes}", input_bytes=1000), random.Random(seed)
+    layers, unread = [[net.x]], dict[int, None]()
+    for width in _layer_widths(nodes, draw):
+        layer = [_random_op(net, f"n{len(net.layers)}", layers, draw) for _ in range(width)]
+        for made in net.layers[-width:]:
+            for v in made.inputs:
+                unread.pop(v, None)
+        layers.append(layer)
+        unread.update(dict.fromkeys(layer))
+    return net.graph(net.layer("loss", list(unread), 4))
+
+
+def _layer_widths(nodes: int, draw: random.Random) -> list[int]:
+    widths: list[int] = []
+    while (left := nodes - sum(widths)) > 0:
+        widths.append(min(draw.randint(1, 5), left))
+    return widths
+
+
+def _random_op(net: Network, name: str, layers: list[list[int]], draw: random.Random) -> int:
+    """An op that reads one to three values of the last two layers, or now and then of any before."""
+    near = [v for layer in layers[-2:] for v in layer]
+    if draw.random() < 0.15:
+        near.append(draw.choice(draw.choice(layers)))
+    pool = list(dict.fromkeys(near))
+    inputs = draw.sample(pool, min(draw.randint(1, 3), len(pool)))
+    saving = draw.random()
+    return net.layer(
+        name,
+        inputs,
+        1000 * draw.randint(20, 400),
+        time_us=draw.choice((5, 10, 20, 50, 100, 200)) * draw.uniform(0.7, 1.3),
+        saves_input=saving < 0.6,
+        saves_output=saving >= 0.4,
+        param_bytes=draw.choice((0, 10_000)),
+    )

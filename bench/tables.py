@@ -10,6 +10,7 @@ from typing import Any
 from planner.errors import FileFormatError
 
 RESULTS = Path(__file__).parent / "results"
+ALONE = "ilp:seeds=false"
 
 # Rows -> column titles and cells.
 Table = Callable[[list[dict[str, Any]]], tuple[Sequence[str], list[Sequence[str]]]]
@@ -21,7 +22,7 @@ def make_tables(folder: Path = RESULTS) -> list[Path]:
     """Write KIND_NAME.md, and figures where the kind has any, for every KIND_NAME.json in `folder`."""
     written: list[Path] = []
     for source in sorted(folder.glob("*.json")):
-        kind = source.stem.partition("_")[0]
+        kind = source.stem if source.stem in _makers() else source.stem.partition("_")[0]
         maker = _makers().get(kind)
         if maker is None:
             raise FileFormatError(f"{source}: no table is known for it; there are {', '.join(_makers())}")
@@ -41,6 +42,7 @@ def _makers() -> dict[str, Table]:
         "compare": _compare,
         "exactness": _exactness,
         "plans": _plans,
+        "plans_smallest": _smallest,
         "sweep": _sweep,
     }
 
@@ -86,26 +88,44 @@ def _exactness(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence
     return matrix(rows)
 
 
+PLANS_COLUMNS = (
+    "graph", "budget", "strategy", "status", "peak of step", "overhead", "gap", "seconds", "who won", "MILP alone",
+)  # fmt: skip
+
+
 def _plans(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    columns = ("graph", "budget", "strategy", "status", "peak of step", "overhead", "gap", "seconds", "note")
-    cells: list[Sequence[str]] = []
-    for row in rows:
-        peak = row["peak_bytes"]
-        step = row["unplanned_peak_bytes"] - row["start_bytes"]
-        cells.append(
-            (
-                row["graph"],
-                row["budget"],
-                row["strategy"],
-                row["status"],
-                "-" if peak is None else f"{(peak - row['start_bytes']) / step:.1%}",
-                "-" if row["overhead"] is None else f"{row['overhead']:.2%}",
-                "-" if row["gap"] is None else f"{row['gap']:.2%}",
-                f"{row['solve_s']:.2f}",
-                row["note"],
-            )
-        )
-    return columns, cells
+    """`ilp:seeds=false` has no line of its own: it says, beside `ilp`, what the program reached alone."""
+    alone = {(row["graph"], row["budget"]): row for row in rows if row["strategy"] == ALONE}
+    shown = [row for row in rows if row["strategy"] != ALONE]
+    return PLANS_COLUMNS, [_plans_cells(row, alone.get((row["graph"], row["budget"]))) for row in shown]
+
+
+def _plans_cells(row: dict[str, Any], alone: dict[str, Any] | None) -> tuple[str, ...]:
+    peak, step = row["peak_bytes"], row["unplanned_peak_bytes"] - row["start_bytes"]
+    return (
+        row["graph"],
+        row["budget"],
+        row["strategy"],
+        row["status"],
+        "-" if peak is None else f"{(peak - row['start_bytes']) / step:.1%}",
+        "-" if row["overhead"] is None else f"{row['overhead']:.2%}",
+        "-" if row["gap"] is None else f"{row['gap']:.2%}",
+        f"{row['solve_s']:.2f}",
+        row["found_by"] or "-",
+        "-" if row["strategy"] != "ilp" or alone is None else _alone(alone),
+    )
+
+
+def _alone(row: dict[str, Any]) -> str:
+    if row["gap"] is None:
+        return f"{row['status']}, {row['solve_s']:.1f} s"
+    return f"{row['overhead']:.2%}, gap {row['gap']:.2%}, {row['solve_s']:.1f} s"
+
+
+def _smallest(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.smallest import COLUMNS, smallest_cells
+
+    return COLUMNS, [smallest_cells(row) for row in rows]
 
 
 def _page(name: str, document: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

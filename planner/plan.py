@@ -58,6 +58,7 @@ class Plan:
     lower_bound_us: float | None = None
     bound_class: BoundClass | None = None
     cut_off: bool = False  # the time limit ended the search: another run may differ
+    found_by: str = ""  # the part of the strategy that found it, where there are several
     note: str = ""  # for people: who found it, and how
 
     def save(self, path: str | Path, graph: Graph) -> None:

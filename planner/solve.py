@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,23 @@ DEFAULT_TIME_LIMIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A graph to be run within a budget. `in_place` says whether schedules may use in-place forms."""
+    """A graph to be run within a budget. `in_place` says whether schedules may use in-place forms.
+
+    A plan that recomputes for longer than `most_recompute_us` is of no use to whoever asks: a strategy may leave
+    such plans out, or ignore this.
+    """
 
     graph: Graph
     budget_bytes: int
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
     in_place: bool = True
+    most_recompute_us: float = math.inf
+
+    def limited(self, time_limit_s: float, *, most_recompute_us: float = math.inf) -> Problem:
+        """The same problem with less time, and only for plans that recompute for at most so long."""
+        problem = replace(self, time_limit_s=max(0.0, time_limit_s), most_recompute_us=most_recompute_us)
+        problem.__dict__["unplanned"] = self.unplanned  # which need not be simulated again
+        return problem
 
     def timeline(self, plan: Plan) -> Timeline:
         """What the judge will say of `plan`."""
@@ -38,15 +50,23 @@ class Problem:
         return self.timeline(Plan())
 
 
-def cheapest(problem: Problem, plans: Iterable[Plan]) -> Plan:
-    """The plan that fits and costs the least time; if none fits, the one with the smallest peak."""
+def cheapest(problem: Problem, plans: Iterable[Plan], *, deadline: float = math.inf) -> Plan:
+    """The plan that fits and costs the least time; if none fits, the one with the smallest peak.
 
-    def preference(plan: Plan) -> tuple[bool, float, float]:
+    After `deadline`, a time of `time.perf_counter`, no further one is judged, and the plan says that it was cut off.
+    """
+    best: tuple[tuple[bool, float, float], Plan] | None = None
+    for plan in plans:
+        if best is not None and time.perf_counter() > deadline:
+            return replace(best[1], cut_off=True)
         timeline = problem.timeline(plan)
         peak, cost = timeline.peak_bytes, timeline.recompute_us
-        return (True, peak, cost) if peak > problem.budget_bytes else (False, cost, peak)
-
-    return min(plans, key=preference)
+        rank = (True, peak, cost) if peak > problem.budget_bytes else (False, cost, peak)
+        if best is None or rank < best[0]:
+            best = rank, plan
+    if best is None:
+        raise NoPlan("there is no plan to choose from")
+    return best[1]
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from planner.solve import Problem
 from planner.units import human_bytes
 from strategies.ilp_bound import floor_bytes
 from strategies.ilp_model import Floats, SparseModel, StagedProgram
-from strategies.ilp_polish import Polish, enumerate_all
+from strategies.ilp_polish import Polish, enumerate_all, shed_free
 from strategies.ilp_shrink import smallest_peak
 from strategies.ilp_solvers import Answer, Outcome, SolverError, SolverName, solve_model
 from strategies.ilp_work import FEW, Work, state_of
@@ -82,7 +82,12 @@ class Search:
 
     def run(self) -> Plan:
         if self.problem.unplanned.peak_bytes <= self.problem.budget_bytes:
-            return Plan(lower_bound_us=0.0, bound_class=BoundClass.ANY_SCHEDULE, note="ilp: keeping everything fits")
+            return Plan(
+                lower_bound_us=0.0,
+                bound_class=BoundClass.ANY_SCHEDULE,
+                found_by="keeping everything",
+                note="ilp: keeping everything fits",
+            )
         self._try_seed("mutwo")
         try:
             self._optimise()
@@ -103,7 +108,15 @@ class Search:
     def _try_seed(self, name: str) -> None:
         if not self.options.seeds:
             return
-        plan = strategies.make(name).plan(self.problem)
+        if self.best is not None and self._left_s() <= 0:
+            self.cut_off = True
+            return
+        most_us = self.best.recompute_us if self.best is not None else math.inf
+        try:
+            plan = strategies.make(name).plan(self.problem.limited(self._left_s(), most_recompute_us=most_us))
+        except NoPlan:  # none that is worth having
+            return
+        self.cut_off |= plan.cut_off
         timeline = self.problem.timeline(plan)
         found = Found(plan=plan, peak_bytes=timeline.peak_bytes, recompute_us=timeline.recompute_us, who=name)
         self._offer(found)
@@ -222,6 +235,8 @@ class Search:
         """The exact state of a point's keep set, offered as a candidate."""
         kept = frozenset(program.kept(point))
         state = self.work.state(kept)
+        if state.peak()[0] > self.problem.budget_bytes:
+            shed_free(state, self.work.reduction.small, self.problem.budget_bytes)
         self._offer_state(state, "MILP")
         return kept, state
 
@@ -282,7 +297,7 @@ class Search:
         if found is None:
             limit = f"ilp: no plan within {self.problem.time_limit_s:.1f} s; {self._floor()}: raise the time limit"
             raise NoPlan(self.failure or limit)
-        plan = replace(found.plan, cut_off=self.cut_off, note=self._note(found))
+        plan = replace(found.plan, cut_off=self.cut_off, found_by=found.who, note=self._note(found))
         if self.best is None:
             return plan  # a bound on the time of plans that fit says nothing of one that does not
         bound_us = max(0.0, min(self.bound_us, found.recompute_us))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -145,6 +145,20 @@ class Polish:
             gains.append((storage, us - self.state.recompute_us))
             self.state.drop(storage)
         return sorted((g for g in gains if g[1] > WORTH_US), key=lambda g: (-g[1], g[0]))
+
+
+def shed_free(state: Incremental, storages: Iterable[int], budget_bytes: int) -> None:
+    """Drop what comes back with a rerun that happens anyway, while the state is over the budget."""
+    us = state.recompute_us
+    for storage in storages:
+        if state.is_dropped(storage):
+            continue
+        peak = state.peak()[0]
+        if peak <= budget_bytes:
+            return
+        state.drop(storage)
+        if state.recompute_us > us or state.peak()[0] > peak:
+            state.keep(storage)
 
 
 def enumerate_all(state: Incremental, free: Sequence[int], budget_bytes: int) -> frozenset[int] | None:

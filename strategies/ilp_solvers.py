@@ -17,6 +17,7 @@ import numpy as np
 
 from planner.errors import PlannerError
 from strategies.ilp_model import Floats, SparseModel
+from strategies.quiet import quiet_stdout
 
 # Solvers work within tolerances: a bound is taken down by this much of itself before it is called proven.
 TOLERANCE = 1e-6
@@ -100,7 +101,8 @@ def _ortools(model: SparseModel, *, time_limit_s: float, gap: float, hint: Float
         values = dict(zip(program.variables(), hint.tolist(), strict=True))
         hints.solution_hints.append(mathopt.SolutionHint(variable_values=values))
     try:
-        result = mathopt.solve(program, kind, params=params, model_params=hints)
+        with quiet_stdout():
+            result = mathopt.solve(program, kind, params=params, model_params=hints)
     except Exception as error:
         raise SolverError(f"solver=ortools failed: {error}; try ilp:solver=cbc (pip install pulp)") from error
     return _from_mathopt(mathopt, program, model, result)

@@ -28,8 +28,12 @@ it shows in a table what the exact simulator says of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, replace
 from typing import ClassVar
+
+import numpy as np
 
 from planner.incremental import Incremental
 from planner.ir import Graph
@@ -57,15 +61,20 @@ class MuTwo:
     def plan(self, problem: Problem) -> Plan:
         if self.faithful:
             return recompute_each_time(problem.graph, paper_picks(problem.graph, problem.budget_bytes))
-        prefixes = curve(problem.graph, in_place=problem.in_place)
+        deadline = time.perf_counter() + problem.time_limit_s
+        prefixes = curve(problem.graph, in_place=problem.in_place, deadline=deadline)
         fitting = [p for p in prefixes if p.peak_bytes <= problem.budget_bytes]
         best = fitting[0] if fitting else prefixes[-1]
-        return recompute_once(problem.graph, best.dropped) if best.dropped else Plan()
+        plan = recompute_once(problem.graph, best.dropped) if best.dropped else Plan()
+        return replace(plan, cut_off=time.perf_counter() > deadline)
 
 
-def curve(graph: Graph, *, in_place: bool = True) -> list[Prefix]:
-    """The prefixes worth having, from the cheapest to the one with the smallest peak: each lowers the peak."""
-    orders = [_order(graph, in_place=in_place, counted=counted) for counted in (False, True)]
+def curve(graph: Graph, *, in_place: bool = True, deadline: float = math.inf) -> list[Prefix]:
+    """The prefixes worth having, from the cheapest to the one with the smallest peak: each lowers the peak.
+
+    No storage is picked after `deadline`, a time of `time.perf_counter`.
+    """
+    orders = [_order(graph, in_place=in_place, counted=counted, deadline=deadline) for counted in (False, True)]
     prefixes = sorted(
         (
             (us, peak, which, length)
@@ -81,12 +90,14 @@ def curve(graph: Graph, *, in_place: bool = True) -> list[Prefix]:
     return worth
 
 
-def _order(graph: Graph, *, in_place: bool, counted: bool) -> tuple[list[int], list[tuple[int, float]]]:
+def _order(
+    graph: Graph, *, in_place: bool, counted: bool, deadline: float = math.inf
+) -> tuple[list[int], list[tuple[int, float]]]:
     """The picks in order, and the exact (peak, recompute time) of every prefix, the empty one first."""
     state, scores = Incremental(graph, in_place=in_place), _Scores(graph, counted=counted)
     picks: list[int] = []
     points = [(state.peak()[0], 0.0)]
-    while (storage := _next_pick(state, scores)) is not None:
+    while time.perf_counter() < deadline and (storage := _next_pick(state, scores)) is not None:
         state.drop(storage)
         scores.pick(storage)
         picks.append(storage)
@@ -97,13 +108,12 @@ def _order(graph: Graph, *, in_place: bool, counted: bool) -> tuple[list[int], l
 def _next_pick(state: Incremental, scores: _Scores) -> int | None:
     """`r_cand` of Algorithm B among what is live at the peak and would not be wanted back by then."""
     _, peak = state.peak()
-    best, best_ratio = None, -1.0
-    for storage in scores.remaining:
-        after, until = scores.idle[storage]
-        ratio = scores.ratio[storage]
-        if ratio > best_ratio and after < peak < until and state.need(storage) > peak:
-            best, best_ratio = storage, ratio
-    return best
+    ratios = np.where((scores.idle_after < peak) & (peak < scores.idle_until), scores.ratios, -1.0)
+    while ratios.size and ratios[best := int(ratios.argmax())] >= 0:
+        if state.need(scores.candidates[best]) > peak:
+            return scores.candidates[best]
+        ratios[best] = -1.0
+    return None
 
 
 class _Scores:
@@ -112,13 +122,16 @@ class _Scores:
     def __init__(self, graph: Graph, *, counted: bool) -> None:
         self.graph = graph
         self.counted = counted
-        self.remaining = dict.fromkeys(candidates(graph))
-        self.idle = {s: _idle(graph, s) for s in self.remaining}
+        self.candidates = candidates(graph)
+        self.remaining = dict.fromkeys(self.candidates)
+        idle = np.array([_idle(graph, s) for s in self.candidates], dtype=np.int64).reshape(-1, 2)
+        self.idle_after, self.idle_until = idle[:, 0], idle[:, 1]
         self.recomp_srcs: dict[int, frozenset[int]] = {}
         self.recomp_time: dict[int, float] = {}
         self.recomp_cnt = dict.fromkeys(self.remaining, 1)
         self.users: dict[int, set[int]] = {s: set() for s in self.remaining}  # source -> who starts from it
-        self.ratio: dict[int, float] = {}
+        self.place = {s: i for i, s in enumerate(self.candidates)}
+        self.ratios = np.full(len(self.candidates), -1.0)  # `recompute_ratio`; -1 of what was picked
         for storage in self.remaining:
             self._walk_back(storage)
             self._score(storage)
@@ -126,6 +139,7 @@ class _Scores:
     def pick(self, storage: int) -> None:
         """Make `storage` a pick: it is a source no longer (E for earlier picks, F(a) for candidates)."""
         del self.remaining[storage]
+        self.ratios[self.place[storage]] = -1.0
         for source in self.recomp_srcs[storage]:
             self.recomp_cnt[source] += 1  # F(b): one more pick is recomputed from it
         for user in sorted(self.users.pop(storage)):
@@ -149,7 +163,8 @@ class _Scores:
 
     def _score(self, storage: int) -> None:
         total = self.recomp_time[storage] * (self.recomp_cnt[storage] if self.counted else 1)
-        self.ratio[storage] = self.graph.storages[storage].nbytes / total if total > 0 else float("inf")
+        nbytes = self.graph.storages[storage].nbytes
+        self.ratios[self.place[storage]] = nbytes / total if total > 0 else math.inf
 
 
 def _idle(graph: Graph, storage: int) -> tuple[int, int]:

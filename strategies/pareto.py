@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.ir import Graph
-from planner.plan import Plan
+from planner.plan import Plan, recompute_once
 from planner.solve import Problem
 from planner.units import parse_budget
 from strategies.ilp import Ilp, Search
 from strategies.ilp_shrink import smallest_peak
 from strategies.ilp_work import Work
+from strategies.mutwo import curve
 
 BUDGETS = tuple(f"{percent}%" for percent in range(100, 5, -5))
 
@@ -117,6 +118,13 @@ class LeastMemory:
     floor_bytes: int
 
 
+def _greedy_within(graph: Graph, limit_us: float, *, in_place: bool, deadline: float) -> Plan:
+    """The plan of `mutwo` with the smallest peak that recomputes for at most `limit_us`."""
+    prefixes = curve(graph, in_place=in_place, deadline=deadline)
+    best = [p for p in prefixes if p.recompute_us <= limit_us][-1]  # the empty one takes no time
+    return recompute_once(graph, best.dropped) if best.dropped else Plan()
+
+
 def budget_for(
     graph: Graph,
     *,
@@ -129,10 +137,12 @@ def budget_for(
     options = options if options is not None else Ilp()
     problem = Problem(graph=graph, budget_bytes=graph.start_bytes, in_place=in_place)
     deadline = time.perf_counter() + time_limit_s
-    work, limit_us = Work(problem), overhead * graph.time_us
-    found = smallest_peak(work, options.solver, deadline=deadline, max_us=limit_us)
-    plan = found.state.plan() if found.state is not None else Plan()
-    timeline = problem.timeline(plan)
+    limit_us = overhead * graph.time_us
+    plans = [_greedy_within(graph, limit_us, in_place=in_place, deadline=deadline)]
+    found = smallest_peak(Work(problem), options.solver, deadline=deadline, max_us=limit_us)
+    if found.state is not None:
+        plans.append(found.state.plan())
+    plan, timeline = min(((p, problem.timeline(p)) for p in plans), key=lambda judged: judged[1].peak_bytes)
     return LeastMemory(
         plan=plan,
         peak_bytes=timeline.peak_bytes,

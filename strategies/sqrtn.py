@@ -8,7 +8,9 @@ the activation bytes divide evenly and few bytes cross, and k is searched around
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -33,9 +35,11 @@ class SqrtN:
     def plan(self, problem: Problem) -> Plan:
         if problem.unplanned.peak_bytes <= problem.budget_bytes:
             return Plan()
+        deadline = time.perf_counter() + problem.time_limit_s
         forward = _Forward(problem.graph)
         counts = [self.segments] if self.segments is not None else forward.counts_around_sqrt()
-        return cheapest(problem, dict.fromkeys(forward.plan(k, snap=self.snap) for k in counts))
+        plans = forward.plans(counts, snap=self.snap, most_us=problem.most_recompute_us)
+        return cheapest(problem, plans, deadline=deadline)
 
 
 class _Forward:
@@ -47,16 +51,32 @@ class _Forward:
         self.rounds = [_Round(graph, r) for r in rounds]
 
     def counts_around_sqrt(self) -> list[int]:
-        """Numbers of segments worth trying: every one up to 2√n, then ever wider steps up to n."""
+        """Numbers of segments worth trying, √n first: every one up to 2√n, then ever wider steps up to n."""
         n = max((len(r.activations) for r in self.rounds), default=0)
         root = max(2, math.isqrt(n))
         wide = (round(2 * root * 1.3**i) for i in range(1, 12))
-        return [*range(1, 2 * root + 1), *(k for k in wide if k < n)]
+        return [*sorted(range(1, 2 * root + 1), key=lambda k: abs(k - root)), *(k for k in wide if k < n)]
 
-    def plan(self, segments: int, *, snap: bool) -> Plan:
-        """Keep what crosses a cut, and each round's last segment, whose backward comes first; drop the rest."""
-        kept = {s for r in self.rounds for s in r.kept(r.cuts(segments, snap=snap))}
-        return recompute_once(self.graph, [s for s in candidates(self.graph) if s not in kept], kept=kept)
+    def plans(self, counts: Iterable[int], *, snap: bool, most_us: float = math.inf) -> Iterator[Plan]:
+        """The plans of several numbers of segments, each one once; none that surely recomputes for over `most_us`.
+
+        Each keeps what crosses a cut, and every round's last segment, whose backward comes first.
+        """
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        for count in counts:
+            cuts = tuple(r.cuts(count, snap=snap) for r in self.rounds)
+            if cuts in seen:
+                continue
+            seen.add(cuts)
+            kept = {s for r, places in zip(self.rounds, cuts, strict=True) for s in r.kept(places)}
+            dropped = [s for s in candidates(self.graph) if s not in kept]
+            if self._least_us(dropped) <= most_us:
+                yield recompute_once(self.graph, dropped, kept=kept)
+
+    def _least_us(self, dropped: Iterable[int]) -> float:
+        """Recomputing takes no less than this: whatever makes a dropped activation runs again."""
+        makers = {self.graph.maker[s] or 0 for s in dropped}
+        return sum(self.graph.ops[op].time_us for op in makers)
 
 
 class _Round:

@@ -8,26 +8,25 @@ from bench.commands.options import add_rows_out, add_workload, names_a_workload,
 
 HELP = (
     "Compare strategies on captured graphs of full size, with the times of a fixed A100-like roofline. "
-    "Without a model: ResNet-50 and -152, BERT, GPT-2 and DenseNet-121."
+    "Without a model: ResNet-50 and -152, BERT, GPT-2, DenseNet-121, and random layered nets at 70 and 50%."
 )
+STRATEGIES = "keep_all,sqrtn,cheap,mutwo:faithful=true,mutwo,ilp,ilp:seeds=false"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    parser.add_argument("--strategy", default="keep_all,sqrtn,cheap,mutwo:faithful=true,mutwo,ilp", help="as above")
+    parser.add_argument("--strategy", default=STRATEGIES, help=f"as for `python -m bench` (default {STRATEGIES})")
     parser.add_argument("--budget", default="90%,70%,50%,40%,30%", help="as for `python -m bench`")
     parser.add_argument("--time-limit", type=float, default=12.0, help="seconds a strategy may take (default 12)")
     add_rows_out(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.plans import MODELS, run_plans
+    from bench.plans import MODELS, layered_cases, model_cases, run_plans
 
-    run_plans(
-        [workload(options)] if names_a_workload(options) else MODELS,
-        strategy_specs(options.strategy),
-        split_commas(options.budget),
-        time_limit_s=options.time_limit,
-        out=options.rows_file,
-    )
+    specs, budgets = strategy_specs(options.strategy), split_commas(options.budget)
+    named = names_a_workload(options)
+    cases = model_cases([workload(options)] if named else MODELS, budgets, options.time_limit)
+    command = f"python -m bench plans --strategy {','.join(specs)} --budget {','.join(budgets)}"
+    run_plans(cases if named else [*cases, *layered_cases()], specs, command=command, out=options.rows_file)
     return 0

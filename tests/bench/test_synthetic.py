@@ -9,6 +9,7 @@ from bench.synthetic import (
     accumulation,
     chain,
     diamond,
+    layered,
     residual_tower,
     resnet_like,
     transformer,
@@ -25,6 +26,7 @@ SHAPES = {
     "unet-3": lambda: unet(3),
     "transformer-2": lambda: transformer(2),
     "accumulation-2x3": lambda: accumulation(2, 3),
+    "layered-30": lambda: layered(30),
     "resnet-like-14": lambda: resnet_like((1, 1, 1, 1), nbytes=1 << 10),
 }
 
@@ -35,6 +37,16 @@ def test_a_shape_is_sound_named_after_itself_and_leaves_something_to_drop(name):
     assert graph.validate().name == name
     assert candidates(graph)
     assert SHAPES[name]().fingerprint == graph.fingerprint
+
+
+def test_a_layered_net_has_as_many_forward_ops_as_asked_varied_by_its_seed_and_all_of_them_matter():
+    graph = layered(200)
+    forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    assert len(forward) == 200 + 1  # and the loss
+    assert all(graph.readers[graph.values[op.outputs[0]].storage] for op in forward[:-1])
+    assert len({op.time_us for op in forward}) > 100
+    assert any(len(graph.readers[s]) > 4 for s in candidates(graph))
+    assert layered(200, seed=1).fingerprint != graph.fingerprint
 
 
 def test_a_backward_mirrors_its_forward():

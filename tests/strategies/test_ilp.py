@@ -24,7 +24,7 @@ from bench.synthetic import (
 )
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import BoundClass, candidates, lower, recompute_once, temporaries
+from planner.plan import BoundClass, Plan, candidates, lower, recompute_once, temporaries
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, solve
 from strategies import ilp as ilp_module
@@ -32,6 +32,7 @@ from strategies import ilp_solvers
 from strategies.conformance import StrategyConformance
 from strategies.ilp import Ilp, Search
 from strategies.ilp_model import StagedProgram
+from strategies.ilp_polish import shed_free
 from strategies.ilp_reduce import reduce
 from strategies.ilp_solvers import Outcome, SolverError, SolverName, solve_model
 from strategies.ilp_work import first_moments
@@ -274,6 +275,64 @@ def test_the_time_limit_holds_and_a_plan_is_returned():
     assert time.perf_counter() - started < 20, "far beyond half a second, on any machine"
     assert solution.plan is not None
     assert (solution.plan.bound_class is BoundClass.RECOMPUTE_ONCE) == (solution.status is Status.FITS)
+
+
+def test_out_of_time_it_simulates_no_more_than_a_plan_of_each_seed(monkeypatch):
+    problem = problem_at(residual_tower(8), 0.5, time_limit_s=0.0)
+    simulated = []
+    timeline = Problem.timeline
+
+    def counted(self, plan):
+        simulated.append(plan)
+        return timeline(self, plan)
+
+    monkeypatch.setattr(Problem, "timeline", counted)
+    plan = Ilp().plan(problem)
+    assert plan.cut_off
+    assert "cut off by the time limit" in plan.note
+    assert len(simulated) <= 5  # unplanned twice, and the one plan of each seed
+
+
+def test_what_comes_back_with_a_rerun_anyway_is_shed_while_it_is_over_the_budget():
+    net = Network("shed")
+    x = net.layer("a", [net.x], 1000, time_us=3.0, extra_sizes=(2,))  # its second output is small
+    x = net.layer("b", [x], 1000, time_us=2.0)
+    graph = net.graph(net.layer("loss", [x], 1))
+    large, small = (s for s in candidates(graph) if graph.maker[s] == 0)
+    state = Incremental(graph, [large])
+    peak, us = state.peak()[0], state.recompute_us
+    shed_free(state, [small], peak)
+    assert not state.is_dropped(small), "it fits as it is"
+    shed_free(state, [small], peak - 1)
+    assert state.is_dropped(small)
+    assert state.recompute_us == us
+    kept = Incremental(graph)
+    shed_free(kept, [small], 0)
+    assert not kept.is_dropped(small), "alone it would cost a rerun"
+
+
+def test_seeds_are_given_the_time_that_is_left(monkeypatch):
+    limits = []
+
+    class Recorder:
+        name = "recorder"
+
+        def plan(self, problem):
+            limits.append(problem.time_limit_s)
+            return Plan()
+
+    monkeypatch.setattr(strategies, "make", lambda _name: Recorder())
+    Ilp().plan(problem_at(residual_tower(3), 0.05, time_limit_s=3.0))
+    assert len(limits) == 2
+    assert 3.0 >= limits[0] > limits[1]
+
+
+def test_the_plan_names_what_found_it():
+    graph = residual_tower(5)
+    assert solve(problem_at(graph, 1.0), Ilp()).plan.found_by == "keeping everything"
+    solution = solve(problem_at(graph, 0.6), Ilp())
+    assert solution.plan.found_by
+    assert f"{solution.plan.found_by} won" in solution.plan.note
 
 
 def test_keeping_everything_is_returned_with_a_bound_of_zero_for_any_schedule():

@@ -9,6 +9,7 @@ from planner.plan import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve
 from strategies.ilp import Ilp
+from strategies.mutwo import curve
 from strategies.pareto import budget_for, pareto
 
 
@@ -50,6 +51,13 @@ def test_the_least_memory_for_an_overhead_is_what_ilp_needs_for_it(graph):
     assert (timeline.peak_bytes, timeline.overhead) == (found.peak_bytes, pytest.approx(found.overhead))
     there = solve(Problem(graph=graph, budget_bytes=found.peak_bytes), Ilp())
     assert there.overhead <= 0.05 * 1.01
+
+
+def test_the_least_memory_is_never_more_than_greedy_needs(graph):
+    for overhead in (0.02, 0.1):
+        within = [p for p in curve(graph) if p.recompute_us <= overhead * graph.time_us]
+        assert budget_for(graph, overhead=overhead).peak_bytes <= within[-1].peak_bytes
+        assert budget_for(graph, overhead=overhead, time_limit_s=1e-9).overhead <= overhead
 
 
 def test_no_overhead_at_all_needs_the_unplanned_peak_or_free_recomputation(graph):

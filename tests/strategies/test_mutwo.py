@@ -260,3 +260,12 @@ def test_the_faithful_variant_does_not_see_a_workspace_and_the_judge_does():
     faithful = solve(Problem(graph=graph, budget_bytes=unplanned - 1), MuTwo(faithful=True))
     assert faithful.status is Status.OVER_BUDGET
     assert faithful.plan == Plan()
+
+
+def test_out_of_time_it_picks_nothing_more_and_says_so():
+    graph = residual_tower(5)
+    tight = problem_at(graph, 0.5)
+    plan = MuTwo().plan(tight.limited(0.0))
+    assert plan.cut_off
+    assert plan.evictions == ()
+    assert not MuTwo().plan(tight).cut_off

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.synthetic import Network, accumulation, chain, residual_tower, unet
+from planner.errors import NoPlan
 from planner.ir import Graph, Phase
 from planner.plan import Plan, Run, RunKind, candidates, lower, temporaries
 from planner.solve import Problem, Status, solve
@@ -76,6 +79,24 @@ def test_a_heavy_end_is_no_reason_to_drop_the_last_segment(snap):
     assert "f4" not in dropped(graph, segments=2, snap=snap)
 
 
+def test_out_of_time_it_returns_the_square_root_s_plan_and_says_so():
+    graph = chain(64)
+    tight = Problem(graph=graph, budget_bytes=graph.start_bytes + 1, time_limit_s=0.0)
+    plan = SqrtN().plan(tight)
+    assert plan.cut_off
+    assert replace(plan, cut_off=False) == SqrtN(segments=8).plan(tight)
+
+
+def test_segments_that_take_longer_than_is_of_use_are_left_out():
+    graph = chain(64)
+    problem = Problem(graph=graph, budget_bytes=graph.start_bytes + 3000)
+    found = solve(problem, SqrtN())
+    limited = problem.limited(10.0, most_recompute_us=found.timeline.recompute_us)
+    assert SqrtN().plan(limited) == found.plan
+    with pytest.raises(NoPlan):
+        SqrtN(segments=8).plan(problem.limited(10.0, most_recompute_us=1.0))
+
+
 @pytest.mark.parametrize("segments", [0, -1])
 def test_less_than_one_segment_is_refused(segments):
     with pytest.raises(ValueError, match=f"segments={segments}: there must be at least one"):
@@ -120,7 +141,7 @@ def standing(problem: Problem, strategy: SqrtN) -> tuple[bool, float, float]:
 @settings(max_examples=60, deadline=None)
 @given(networks(), st.integers(1, 6), st.booleans())
 def test_what_crosses_a_cut_and_the_last_segment_are_kept_and_all_else_is_dropped(graph, segments, snap):
-    plan = _Forward(graph).plan(segments, snap=snap)
+    (plan,) = _Forward(graph).plans([segments], snap=snap)
     gone = {e.storage for e in plan.evictions}
     for number, line in enumerate(_Forward(graph).rounds):
         forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD and op.round == number]

@@ -1,0 +1,102 @@
+"""`python -m bench pareto`: the whole trade-off between memory and time, as a table and as a figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.commands.options import (
+    add_workload,
+    check_folder,
+    check_writable,
+    split_commas,
+    strategy_specs,
+    workload,
+)
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from planner.ir import Graph
+
+HELP = (
+    "The whole trade-off of a step: overhead against peak memory for every strategy, the proven bound of ilp under "
+    "it, and the floor that no plan can go under. With --budget-for: only the least memory for an overhead."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strategy", default="keep_all,sqrtn,cheap,mutwo,ilp", help="one, several with commas, or 'all'"
+    )
+    parser.add_argument(
+        "--budget", default="", help="points of the curve, with commas (default 100%%, 95%% and so on down to 10%%)"
+    )
+    parser.add_argument(
+        "--budget-for", type=share, metavar="5%", help="instead: the least memory in which the step is 5%% slower"
+    )
+    add_workload(parser)
+    parser.add_argument(
+        "--roofline", action="store_true", help="times of a fixed A100-like roofline instead of measured ones"
+    )
+    parser.add_argument("--graph", type=Path, help="a saved graph (graph.json of `profile`) instead of a model")
+    parser.add_argument("--synthetic", help="made-up graphs instead: tower, unet, transformer, layered-300, ...")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for each budget (default 5)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default out/)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+
+
+def share(text: str) -> float:
+    """'5%' as 0.05."""
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not text.endswith("%") or not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a share of the step's time, such as 5%")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    from bench import pareto
+    from strategies.pareto import BUDGETS
+
+    if options.json is not None:
+        check_writable(options.json)
+    specs, budgets = strategy_specs(options.strategy), split_commas(options.budget) or list(BUDGETS)
+    if options.budget_for is None:
+        check_folder(options.out)
+    limit_s = options.time_limit
+    graphs = _graphs(options)
+    if options.budget_for is not None:
+        answers = [pareto.run_budget_for(graph, options.budget_for, time_limit_s=limit_s) for graph in graphs]
+        if options.json is not None:
+            options.json.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
+        return 0
+    found = [pareto.run_pareto(graph, specs, budgets, time_limit_s=limit_s, out=options.out) for graph in graphs]
+    if options.json is not None:
+        pareto.write_json(options.json, found)
+    return 0
+
+
+def _graphs(options: argparse.Namespace) -> list[Graph]:
+    if options.graph is None and options.synthetic is None:
+        return [_captured(options)]
+    if options.roofline:
+        raise PlannerError("--roofline is for models: a saved or made-up graph has its own times")
+    from bench.planning import SYNTHETIC
+    from planner.ir import Graph
+
+    if options.graph is not None:
+        return [Graph.load(options.graph)]
+    chosen = split_commas(options.synthetic)
+    if unknown := [name for name in chosen if name not in SYNTHETIC]:
+        raise PlannerError(f"unknown graph {unknown[0]!r}: there are {', '.join(SYNTHETIC)}")
+    return [SYNTHETIC[name]() for name in chosen]
+
+
+def _captured(options: argparse.Namespace) -> Graph:
+    from bench.plans import measured_graph, roofline_graph
+
+    return roofline_graph(workload(options)) if options.roofline else measured_graph(workload(options))
