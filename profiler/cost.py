@@ -1,9 +1,12 @@
-"""What each op of a captured step would take on a device that need not be here: a roofline."""
+"""What each op of a captured step would take on a device that need not be here.
+
+`estimated` is the cost model for a device by name: times, workspaces and rounded storages. `with_roofline_times` is the
+plain roofline without any allowance, on which solvers are compared; it stays as it is, so that their tables do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,35 +16,81 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.ir import Graph, Op, Timing, TimingKind
+from planner.plan import Plan, Run, lower
 from profiler.capture import TracedStep
-from profiler.ops import tensors_of
+from profiler.devices import A100, Device, Workspace
+from profiler.kinds import LOOKUPS, kind_of
+from profiler.ops import base_name, memory_of, overload, tensors_of, written
+
+__all__ = [
+    "A100", "Device", "estimated", "flops", "is_view", "moved_bytes", "op_times_us", "traffic_bytes",
+    "with_roofline_times",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """What the roofline knows of a device. `flops_per_s` holds for every dtype not named in `flops_by_dtype`."""
-
-    name: str
-    memory_bytes: int
-    flops_per_s: float
-    bytes_per_s: float
-    launch_us: float
-    flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
-
-    def flops_for(self, dtype: torch.dtype) -> float:
-        return self.flops_by_dtype.get(str(dtype).removeprefix("torch."), self.flops_per_s)
+# -- the estimate for a device ----------------------------------------------------------------------------------------
 
 
-# The fixed roofline on which the solvers are compared; its rates are round numbers, whatever the dtype.
-A100 = Device(
-    name="an A100 roofline (120 TFLOP/s, 1.3 TB/s, 3 µs an op)",
-    memory_bytes=40 * 2**30,
-    flops_per_s=120e12,
-    bytes_per_s=1.3e12,
-    launch_us=3.0,
-)
+def estimated(step: TracedStep, device: Device) -> Graph:
+    """The step's graph as `device` is expected to run it: op times, workspaces, and storages in the allocator's blocks.
+
+    Views are free and nothing is fused. The fingerprint is the captured graph's own only where blocks are of one byte.
+    """
+    graph = step.graph
+    in_place = _runs_in_place(graph)
+    ops = tuple(
+        op if is_view(graph, op) else _estimated_op(graph, op, node, device, in_place=op.id in in_place)
+        for op, node in zip(graph.ops, step.nodes, strict=True)
+    )
+    storages = tuple(replace(s, nbytes=device.rounded(s.nbytes)) for s in graph.storages)
+    timing = Timing(kind=TimingKind.ESTIMATED, device=device.name)
+    return replace(graph, ops=ops, storages=storages, timing=timing).validate()
+
+
+def _runs_in_place(graph: Graph) -> frozenset[int]:
+    """The ops that the unplanned step runs in the memory of an input: they make none."""
+    return frozenset(r.op for r in lower(graph, Plan()).steps if isinstance(r, Run) and r.into is not None)
+
+
+def _estimated_op(graph: Graph, op: Op, node: fx.Node, device: Device, *, in_place: bool) -> Op:
+    """The longer of arithmetic and traffic, what new memory takes, and one launch; and the op's workspace."""
+    kind = kind_of(node)
+    new_bytes = 0 if in_place else sum(graph.storages[s].nbytes for s in graph.makes[op.id])
+    arithmetic_s = flops(node) / device.reached_flops(_input_dtype(node), kind)
+    traffic_s = traffic_bytes(node) / device.reached_bytes(kind)
+    time_s = max(arithmetic_s, traffic_s) + new_bytes / device.new_bytes_per_s
+    workspace = device.workspaces.get(kind, Workspace()).nbytes(_largest_bytes(node))
+    return replace(op, time_us=time_s * 1e6 + device.launch_us, workspace_bytes=device.rounded(workspace))
+
+
+def traffic_bytes(node: fx.Node) -> int:
+    """Bytes that an op reads and writes: of a broadcast tensor what is there, of a table the rows looked up."""
+    looked_up = (op := overload(node)) is not None and base_name(op) in LOOKUPS
+    made = sum(_bytes(t) for t in tensors_of(node))
+    overwritten = sum(_bytes(t) for n in written(node) for t in tensors_of(n))
+    read = [min(_bytes(t), memory_of(t).nbytes()) for n in node.all_input_nodes for t in tensors_of(n)]
+    if looked_up:
+        read = [min(nbytes, made) for nbytes in read]
+    return sum(read) + max(made, overwritten)
+
+
+def _largest_bytes(node: fx.Node) -> int:
+    return max((_bytes(t) for n in (node, *node.all_input_nodes) for t in tensors_of(n)), default=0)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _input_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of an op's arithmetic: that of its first floating-point input."""
+    read = (t.dtype for n in node.all_input_nodes for t in tensors_of(n))
+    return next((dtype for dtype in read if dtype.is_floating_point), torch.float32)
+
+
+# -- the fixed roofline -----------------------------------------------------------------------------------------------
 
 
 def with_roofline_times(step: TracedStep, device: Device = A100) -> Graph:
