@@ -31,7 +31,7 @@ def make_tables(folder: Path = RESULTS) -> list[Path]:
 
 
 def _makers() -> dict[str, Table]:
-    return {"accuracy": _accuracy, "exactness": _exactness, "plans": _plans}
+    return {"accuracy": _accuracy, "exactness": _exactness, "large": _large, "plans": _plans}
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -44,6 +44,12 @@ def _exactness(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence
     from bench.exactness import matrix
 
     return matrix(rows)
+
+
+def _large(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.large import COLUMNS, large_cells
+
+    return COLUMNS, [large_cells(row) for row in rows]
 
 
 def _plans(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:

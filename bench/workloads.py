@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,23 @@ class WorkloadSpec:
     @property
     def title(self) -> str:
         """The model and every size that is not its default, for tables: 'resnet152 b16 96px'."""
-        sizes = [f"b{self.batch_size}"]
-        sizes += [f"{self.image}px"] if self.image is not None else []
+        return " ".join([self.source or self.model, f"b{self.batch_size}", *self._sizes()])
+
+    @property
+    def name(self) -> str:
+        """The title without the batch."""
+        return " ".join([self.source or self.model, *self._sizes()])
+
+    def _sizes(self) -> list[str]:
+        sizes = [f"{self.image}px"] if self.image is not None else []
         sizes += [f"s{self.seq}"] if self.seq is not None else []
         sizes += [self.optimizer] if self.optimizer is not None else []
         sizes += [self.dtype] if self.dtype != "float32" else []
-        return " ".join([self.source or self.model, *sizes])
+        return sizes
+
+    def at_batch(self, batch: int) -> WorkloadSpec:
+        """The same with another batch size."""
+        return replace(self, batch=batch)
 
     @property
     def slug(self) -> str:
