@@ -17,6 +17,8 @@ COMMANDS = {
     "verify": "prove on a step that the planned one does the same arithmetic",
     "accuracy": "predicted memory and time against two independent meters",
     "exactness": "models x optimizers x strategies, each compared with eager bit by bit",
+    "fit": "will it train on a GPU that is not here, at which batch, at what cost",
+    "large": "models too large for this machine: captured, planned, predicted",
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
     "pareto": "the whole trade-off of a step: overhead against peak, with the proven bound; as a figure",
     "results": "make the tables of bench/results again from the rows beside them",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.figures import _axes
+from bench.figures import axes_for
 from planner.units import human_bytes
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def draw_trade_off(path: Path, found: TradeOff) -> None:
     size, unit = next((n, name) for n, name in UNITS if found.peak_bytes >= n)
     proving = [name for name in found.strategies if any(row.bound is not None for row in found.of(name))]
     lines = {name: undominated(found.of(name)) for name in found.strategies}
-    with _axes(path, width=10.0, height=5.0) as axes:
+    with axes_for(path, width=10.0, height=5.0) as axes:
         left, right = _range(found, lines)
         top = 112 * max([overhead for line in lines.values() for _, overhead in line], default=0.0) or 1.0
         axes.set(xlim=(left / size, right / size), ylim=(0, top), ylabel="extra time of the step (%)")

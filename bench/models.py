@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,14 @@ def gpt2(
     return (predict_tokens, model, optimizer(list(model.parameters())), batch)
 
 
+BERT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+
+bert_large = partial(bert, seq=512, **BERT_LARGE)
+gpt2_xl = partial(gpt2, seq=1024, **GPT2_XL)
+vit_l = partial(vit, layers=24, heads=16, width=1024)
+
+
 ZOO: dict[str, Maker] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
@@ -178,6 +187,9 @@ ZOO: dict[str, Maker] = {
     "bert": bert,
     "gpt2": gpt2,
     "densenet121": densenet121,
+    "bert-large": bert_large,
+    "gpt2-xl": gpt2_xl,
+    "vit-l": vit_l,
 }
 
 

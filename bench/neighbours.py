@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.figures import _axes as axes_in
+from bench.figures import axes_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def contender_cells(c: Contender) -> tuple[str, ...]:
 
 def draw_contenders(path: Path, rows: Sequence[Contender], *, title: str) -> None:
     """Time against peak, both relative to eager: further left and further down is better."""
-    with axes_in(path, width=8.5, height=5.2) as axes:
+    with axes_for(path, width=8.5, height=5.2) as axes:
         axes.plot(1.0, 1.0, "k+", markersize=12, label="eager")
         for ours in (True, False):
             _draw_side(axes, [c for c in rows if c.ours is ours and c.time_ratio is not None], ours=ours)
@@ -106,10 +106,7 @@ def _draw_side(axes: Any, rows: Sequence[Contender], *, ours: bool) -> None:
         axes.errorbar(
             [c.peak_ratio for c in side],
             [c.time_ratio for c in side],
-            yerr=[
-                [max(0.0, c.time_ratio - c.time_low) for c in side],
-                [max(0.0, c.time_high - c.time_ratio) for c in side],
-            ],
+            yerr=list(zip(*(_spread(c) for c in side), strict=True)),
             fmt="o" if ours else "s",
             color="#1b6ca8" if ours else "#b5543b",
             markerfacecolor=None if exact else "white",
@@ -118,9 +115,15 @@ def _draw_side(axes: Any, rows: Sequence[Contender], *, ours: bool) -> None:
             label=f"{label}, every bit equal" if exact else f"{label}, results differ from eager's",
         )
         for c in side:
-            axes.annotate(
-                _short(c.name), (c.peak_ratio, c.time_ratio), xytext=(5, 4), textcoords="offset points", fontsize=7
-            )
+            place = (c.peak_ratio, c.time_ratio)
+            axes.annotate(_short(c.name), place, xytext=(5, 4), textcoords="offset points", fontsize=7)
+
+
+def _spread(c: Contender) -> tuple[float, float]:
+    """How far the quartiles lie below and above the median."""
+    if c.time_ratio is None or c.time_low is None or c.time_high is None:
+        return 0.0, 0.0
+    return max(0.0, c.time_ratio - c.time_low), max(0.0, c.time_high - c.time_ratio)
 
 
 def _short(name: str) -> str:

@@ -59,15 +59,28 @@ def run_sweep(
         console.print(f"{len(done)} rows are in {file}: the same command goes on from there")
         raise
     shown = [done[batch] for batch in sorted(set(batches))]
-    title = f"{spec.title_of_all_batches}: {{}} against batch size, {strategy_spec} at {budget}"
-    _print(title.format("peak and time"), shown)
+    _print(_title(sweep.settings, "peak and time"), shown)
     if json_file is not None:
         save_rows(json_file, command=command_line(), rows=shown, settings=sweep.settings)
-    for name, draw in (("peak", figures.draw_batch_peaks), ("latency", figures.draw_batch_latency)):
-        path = out / f"{file.stem.replace('sweep', name)}.png"
-        draw(path, shown, title=title.format(name))
+    for path in draw_sweep(file, shown, sweep.settings):
         console.print(f"figure: {path}")
     return shown
+
+
+def draw_sweep(file: Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[Path]:
+    """Peak and latency against the batch size, beside the file that holds the rows."""
+    written = []
+    for name, draw in (("peak", figures.draw_batch_peaks), ("latency", figures.draw_batch_latency)):
+        path = file.with_name(f"{file.stem.replace('sweep', name)}.png")
+        draw(path, rows, title=_title(settings, name))
+        written.append(path)
+    return written
+
+
+def _title(settings: dict[str, Any], what: str) -> str:
+    fields = WorkloadSpec.__dataclass_fields__
+    spec = WorkloadSpec(**{name: value for name, value in settings.items() if name in fields})
+    return f"{spec.title_of_all_batches}: {what} against batch size, {settings['strategy']} at {settings['budget']}"
 
 
 def _slug(text: str) -> str:

@@ -14,8 +14,8 @@ ALONE = "ilp:seeds=false"
 
 # Rows -> column titles and cells.
 Table = Callable[[list[dict[str, Any]]], tuple[Sequence[str], list[Sequence[str]]]]
-# A file beside the rows, and the rows -> the figures written.
-Drawer = Callable[[Path, list[dict[str, Any]]], list[Path]]
+# The file of the rows and all that is in it -> the figures written beside it.
+Drawer = Callable[[Path, dict[str, Any]], list[Path]]
 
 
 def make_tables(folder: Path = RESULTS) -> list[Path]:
@@ -32,7 +32,7 @@ def make_tables(folder: Path = RESULTS) -> list[Path]:
         target.write_text(_page(source.stem, document, columns, rows), encoding="utf-8")
         written.append(target)
         if kind in _drawers():
-            written += _drawers()[kind](source.with_suffix(".png"), document["rows"])
+            written += _drawers()[kind](source, document)
     return written
 
 
@@ -41,6 +41,7 @@ def _makers() -> dict[str, Table]:
         "accuracy": _accuracy,
         "compare": _compare,
         "exactness": _exactness,
+        "large": _large,
         "plans": _plans,
         "plans_smallest": _smallest,
         "sweep": _sweep,
@@ -57,9 +58,10 @@ def _compare(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[s
     return COLUMNS, [contender_cells(c) for c in contenders(rows)]
 
 
-def _draw_compare(path: Path, rows: list[dict[str, Any]]) -> list[Path]:
+def _draw_compare(source: Path, document: dict[str, Any]) -> list[Path]:
     from bench.neighbours import contenders, draw_contenders
 
+    rows, path = document["rows"], source.with_suffix(".png")
     draw_contenders(path, contenders(rows), title=f"{rows[0]['model']}: time against memory")
     return [path]
 
@@ -70,10 +72,10 @@ def _sweep(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str
     return COLUMNS, [sweep_cells(row) for row in rows]
 
 
-def _draw_sweep(path: Path, rows: list[dict[str, Any]]) -> list[Path]:
+def _draw_sweep(source: Path, document: dict[str, Any]) -> list[Path]:
     from bench.sweep import draw_sweep
 
-    return draw_sweep(path.parent, path.stem, rows)
+    return draw_sweep(source, document["rows"], document["settings"])
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -86,6 +88,12 @@ def _exactness(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence
     from bench.exactness import matrix
 
     return matrix(rows)
+
+
+def _large(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.large import COLUMNS, large_cells
+
+    return COLUMNS, [large_cells(row) for row in rows]
 
 
 PLANS_COLUMNS = (

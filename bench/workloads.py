@@ -82,6 +82,10 @@ class WorkloadSpec:
         """The same work without liberties: what eager and its neighbours run."""
         return replace(self, free_gradients=False, early_updates=False)
 
+    def at_batch(self, batch: int) -> WorkloadSpec:
+        """The same with another batch size."""
+        return replace(self, batch=batch)
+
     @property
     def slug(self) -> str:
         """A name for files; the batch is left out."""

@@ -7,12 +7,21 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from profiler.capture import TracedStep, capture
+from profiler.capture import TracedStep, capture, capture_without_memory
 from profiler.errors import CaptureError
 from profiler.measure import Measured, OpStats, measure
 from profiler.tracing import TrainStep
 
-__all__ = ["CaptureError", "Measured", "OpStats", "TracedStep", "capture", "measure", "profile"]
+__all__ = [
+    "CaptureError",
+    "Measured",
+    "OpStats",
+    "TracedStep",
+    "capture",
+    "capture_without_memory",
+    "measure",
+    "profile",
+]
 
 
 def profile(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ from planner.ir import Graph
 from profiler import updates
 from profiler.convention import Convention
 from profiler.errors import CaptureError
+from profiler.fake import fake_mode_of, made_without_memory
 from profiler.functional import clean
 from profiler.lift import lift
 from profiler.ops import own_generators
+from profiler.targets import GpuKernels, Substitution, Target, as_on_gpu
 from profiler.tracing import TrainStep, trace_step
 
 
@@ -26,7 +28,9 @@ class TracedStep:
 
     `nodes[op.id]` and `value_nodes[value.id]` are the fx nodes of `graph`'s ops and values, under the same
     names. `gradients` maps a parameter's name to the value that last holds its gradient before the optimizer
-    steps. `opaque_reason` is "" where the optimizer is inside the graph.
+    steps. `opaque_reason` is "" where the optimizer is inside the graph. `planning_only` says why the step cannot
+    be run here, and is "" where it can; `substitutions` are the kernels of another device in it, `unknown` what of
+    them is not known.
     """
 
     graph: Graph
@@ -36,6 +40,14 @@ class TracedStep:
     convention: Convention
     gradients: Mapping[str, int]
     opaque_reason: str
+    planning_only: str = ""
+    substitutions: tuple[Substitution, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def check_runnable(self) -> None:
+        """CaptureError where this step is for planning only; whoever measures, rewrites or runs a step asks first."""
+        if self.planning_only:
+            raise CaptureError(f"{self.graph.name} was captured for planning and cannot be run: {self.planning_only}")
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
@@ -44,6 +56,7 @@ class TracedStep:
 
     def run(self, batch: Any) -> Any:
         """One step of the captured graph, on the user's live model and optimizer."""
+        self.check_runnable()
         return self.convention.call(self.module, batch)
 
 
@@ -56,16 +69,19 @@ def capture(
     name: str = "",
     free_gradients: bool = False,
     early_updates: bool = False,
+    target: Target | None = None,
 ) -> TracedStep:
     """One graph of `train_step(model, optimizer, batch)`, or CaptureError; the user's objects stay as they are.
 
     The step's Python runs once, here, on stand-ins: what it prints or counts happens now and never again.
     `free_gradients` ends the step with every `.grad` at None. `early_updates` applies each parameter's update as
-    soon as its gradient is complete; it needs the optimizer inside the graph.
+    soon as its gradient is complete; it needs the optimizer inside the graph. Fake tensors (`without_memory`) and a
+    `target` give a step for planning only: with the latter its kernels are those that GPU would run, where known.
     """
     if isinstance(optimizer, LBFGS):
         raise CaptureError("LBFGS evaluates the loss anew inside its step: that is not one graph")
-    trace = trace_step(train_step, model, optimizer, batch)
+    kernels = None if target is None else GpuKernels(target)
+    trace = trace_step(train_step, model, optimizer, batch, kernels=kernels)
     clean(trace.module)
     convention = trace.convention
     if free_gradients:
@@ -76,11 +92,36 @@ def capture(
         updates.update_early(trace.module)
     lifted = lift(trace.module, convention, name=name or type(model).__name__)
     return TracedStep(
-        graph=lifted.graph,
+        graph=lifted.graph if kernels is None else as_on_gpu(lifted.graph),
         module=trace.module,
         nodes=lifted.nodes,
         value_nodes=lifted.value_nodes,
         convention=convention,
         gradients=lifted.gradients,
         opaque_reason=trace.opaque_reason,
+        planning_only=_why_planning_only(model, target),
+        substitutions=() if kernels is None else kernels.substitutions,
+        unknown=() if kernels is None else kernels.unknown,
     )
+
+
+def capture_without_memory(
+    make: Callable[[int], tuple[TrainStep, nn.Module, Optimizer, Any]],
+    batch_size: int,
+    *,
+    name: str = "",
+    target: Target | None = None,
+) -> TracedStep:
+    """The step of `make(batch_size)`, made and captured without memory for its tensors: for planning only.
+
+    The graph is the one that `capture` makes of real tensors, so that a plan of it fits that one too (as long as
+    there is no `target`).
+    """
+    train_step, model, optimizer, batch = made_without_memory(make, batch_size)
+    return capture(train_step, model, optimizer, batch, name=name, target=target)
+
+
+def _why_planning_only(model: nn.Module, target: Target | None) -> str:
+    if target is not None:
+        return f"its kernels are those of {target.name}"
+    return "its tensors have no memory" if fake_mode_of(model) is not None else ""

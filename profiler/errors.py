@@ -44,9 +44,9 @@ def _places(error: BaseException) -> str:
     return _place(own[-1]) + inside
 
 
-def explain(error: Exception) -> str:
-    """Where tracing stopped, why, and what to do about it."""
-    return f"{_places(error)}\n  {_cause(error)}"
+def explain(error: Exception, *, why: str = "") -> str:
+    """Where tracing stopped, why (unless the caller knows better), and what to do about it."""
+    return f"{_places(error)}\n  {why or _cause(error)}"
 
 
 def _cause(error: Exception) -> str:

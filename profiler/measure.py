@@ -56,6 +56,7 @@ class Measured:
 
 def measure(traced: TracedStep, batch: Any, *, meter: Meter | None = None, show_progress: bool = True) -> Measured:
     """Measure every op of the captured step on `batch`; the model, optimizer and generators stay as they are."""
+    traced.check_runnable()
     convention = traced.convention
     wrong = convention.check(batch)
     if wrong:

@@ -24,7 +24,7 @@ _ALSO_POINTWISE = frozenset(
 )
 
 # Their kernels add with atomics on a GPU: a second run may round differently.
-_UNORDERED_ON_CUDA = frozenset(
+UNORDERED_ON_CUDA = frozenset(
     {
         "embedding_dense_backward", "index_add", "index_put", "_unsafe_index_put", "scatter_add", "put",
         "histc", "bincount", "cumsum", "max_pool3d_with_indices_backward", "max_pool2d_with_indices_backward",
@@ -188,7 +188,7 @@ def why_never_rerun(node: fx.Node) -> str:
     if node.target is not fresh and base_name(op) in _UNINITIALISED:
         return "returns memory that is not initialised"
     on_cuda = any(tensor.device.type == "cuda" for tensor in tensors_of(node))
-    if on_cuda and base_name(op) in _UNORDERED_ON_CUDA:
+    if on_cuda and base_name(op) in UNORDERED_ON_CUDA:
         return "adds in no fixed order on a GPU"
     return ""
 

@@ -27,14 +27,23 @@ def preserved(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Whatever happens inside: the modules, the optimizer and every random generator are as before."""
     objects: list[Any] = [*model.modules(), optimizer]
     saved = [(vars(o), dict(vars(o)), _inner_dicts(o)) for o in objects]
+    with generators_kept():
+        try:
+            yield
+        finally:
+            for attributes, before, inner in saved:
+                _refill(attributes, before)
+                for live, contents in inner:
+                    _refill(live, contents)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Whatever is drawn or seeded inside: every random generator is as before."""
     generators = _generator_states()
     try:
         yield
     finally:
-        for attributes, before, inner in saved:
-            _refill(attributes, before)
-            for live, contents in inner:
-                _refill(live, contents)
         _restore_generators(generators)
 
 

@@ -37,6 +37,7 @@ from profiler.convention import (
     TensorSpec,
 )
 from profiler.errors import CaptureError, explain
+from profiler.fake import fake_mode_of
 from profiler.ops import is_random, memory_of
 from profiler.optimizers import OpaqueStep, make_lazy_state, refusing_schedulers, why_opaque
 from profiler.origins import GRADIENT_OF, Stamper
@@ -53,6 +54,7 @@ from profiler.swapping import (
     shapeless_kernels,
     watched_autograd,
 )
+from profiler.targets import GpuKernels
 
 TrainStep = Callable[[Any, Any, Any], Any]
 
@@ -76,11 +78,13 @@ class _UntraceableOptimizerError(Exception):
     """The optimizer failed to trace: run it opaquely."""
 
 
-def trace_step(train_step: TrainStep, model: nn.Module, optimizer: Optimizer, batch: Any) -> Trace:
+def trace_step(
+    train_step: TrainStep, model: nn.Module, optimizer: Optimizer, batch: Any, *, kernels: GpuKernels | None = None
+) -> Trace:
     """Trace the step; a second time where the first shows that its assumptions do not hold."""
     reason, probing = why_opaque(optimizer), True
     for _ in range(3):
-        session = _Session(model, optimizer, batch, opaque_reason=reason, probing=probing)
+        session = _Session(model, optimizer, batch, opaque_reason=reason, probing=probing, kernels=kernels)
         try:
             return session.trace(train_step)
         except _ProbesReadError:
@@ -106,16 +110,24 @@ class _Session:
     """One attempt at tracing: the fake stand-ins of the user's tensors, and what the step did with them."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, batch: Any, *, opaque_reason: str, probing: bool
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batch: Any,
+        *,
+        opaque_reason: str,
+        probing: bool,
+        kernels: GpuKernels | None,
     ) -> None:
         self.model = model
+        self.kernels = kernels
         self.optimizer = optimizer
         self.opaque_reason = opaque_reason
         self.stamper = Stamper(model)
         self.params = {id(p): ParamSlot(**_owner(model, n)) for n, p in model.named_parameters()}
         self.buffers = {id(b): BufferSlot(**_owner(model, n)) for n, b in model.named_buffers()}
         self.batch_leaves, self.batch_tree = pytree.tree_flatten(batch)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs: dict[InputSlot, Tensor] = {}  # stand-ins, in the order of the placeholders
         self.args: dict[InputSlot, Tensor] = {}  # the same as the tracer hands them to the step
         self.lazy: dict[InputSlot, None] = {}  # stand-ins of what is not there yet
@@ -251,6 +263,8 @@ class _Session:
             stack.enter_context(autocast_cache())
             stack.enter_context(foreach_on_stand_ins())
             stack.enter_context(shapeless_kernels())
+            if self.kernels is not None:
+                stack.enter_context(self.kernels)
             live = self.params | self.buffers
             stack.enter_context(Redirect({key: self.args[slot] for key, slot in live.items()}))
             training = [(module, module.training) for module in self.model.modules()]

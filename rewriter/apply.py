@@ -24,6 +24,7 @@ def apply(traced: TracedStep, schedule: Schedule) -> fx.GraphModule:
     Every Run is one call in the same order. Nothing is freed by name: the generated code lets go of a tensor
     right after its last use, which is where the schedule's Free stands.
     """
+    traced.check_runnable()
     replay = _Replay(traced)
     for position, step in enumerate(schedule.steps):
         if isinstance(step, Free):

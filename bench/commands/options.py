@@ -13,7 +13,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     """The options that say what to train."""
     group = parser.add_argument_group("what to train")
     group.add_argument(
-        "--model", help="resnet18, resnet50, resnet152 (default), mobilenet, vit, densenet121, bert, gpt2"
+        "--model",
+        help="resnet18, resnet50, resnet152 (default), mobilenet, vit, vit-l, densenet121, bert, bert-large, gpt2, "
+        "gpt2-xl",
     )
     group.add_argument(
         "--import",

@@ -1,0 +1,144 @@
+"""`python -m bench large`: models far too large for this machine, captured without memory and planned.
+
+Each one has a fresh process, so that its high-water mark is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import strategies
+from bench.models import Workload
+from bench.report import console, print_table
+from bench.results import save_rows
+from bench.workloads import WorkloadSpec
+from planner.errors import PlannerError
+from planner.plan import Plan, lower
+from planner.simulator import simulate
+from planner.solve import Problem, solve
+from planner.units import human_bytes, parse_budget
+from profiler.capture import capture_without_memory
+from profiler.cost import estimated
+from profiler.devices import device as find_device
+from profiler.targets import Target
+
+MODELS = (
+    WorkloadSpec(model="bert-large", batch=32, seq=512),
+    WorkloadSpec(model="gpt2-xl", batch=8, seq=1024),
+    WorkloadSpec(model="vit-l", batch=64),
+    WorkloadSpec(model="resnet152", batch=256),
+)
+DEVICE = "A100-80"
+BUDGET = "50%"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargeRow:
+    """One model. Peaks and times are estimated for `device`; seconds and process memory are of this machine."""
+
+    model: str
+    device: str
+    ops: int
+    parameters: int
+    capture_s: float
+    start_bytes: int
+    unplanned_peak_bytes: int
+    budget: str
+    status: str
+    planned_peak_bytes: int | None
+    overhead: float | None
+    gap: float | None
+    plan_s: float
+    process_bytes: int
+
+
+def run_large(specs: Sequence[WorkloadSpec], *, time_limit_s: float, out: Path | None) -> list[dict[str, Any]]:
+    """Each in a process of its own; prints the table and saves the rows to `out`."""
+    rows: list[dict[str, Any]] = []
+    for spec in specs:
+        with console.status(f"capturing and planning {spec.title} in a fresh process"):
+            rows.append(_in_fresh_process(spec, time_limit_s))
+        print_table("Large models so far", COLUMNS, [large_cells(row) for row in rows])
+        if out is not None:
+            save_rows(out, command=f"python -m bench large --time-limit {time_limit_s:g}", rows=rows)
+    return rows
+
+
+def _in_fresh_process(spec: WorkloadSpec, time_limit_s: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.large", json.dumps(asdict(spec)), str(time_limit_s)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PlannerError(f"{spec.title}: failed: {done.stderr.strip().splitlines()[-1:]}")
+    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return row
+
+
+def measure_large(spec: WorkloadSpec, time_limit_s: float) -> LargeRow:
+    """Capture and plan one model, in this process."""
+    device = find_device(DEVICE)
+
+    def make(batch: int) -> Workload:
+        return spec.at_batch(batch).make()
+
+    started = time.perf_counter()
+    target = Target(name=device.name, has_bfloat16="bfloat16" in device.flops_by_dtype)
+    step = capture_without_memory(make, spec.batch_size, name=spec.title, target=target)
+    capture_s = time.perf_counter() - started
+    graph = estimated(step, device)
+    unplanned = simulate(graph, lower(graph, Plan()))
+    budget = parse_budget(BUDGET, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
+    problem = Problem(graph=graph, budget_bytes=budget, time_limit_s=time_limit_s)
+    found = solve(problem, strategies.make(f"auto:seconds={time_limit_s}"))
+    return LargeRow(
+        model=spec.title,
+        device=device.name,
+        ops=len(graph.ops),
+        parameters=sum(p.numel() for p in step.convention.model.parameters()),
+        capture_s=capture_s,
+        start_bytes=graph.start_bytes,
+        unplanned_peak_bytes=unplanned.peak_bytes,
+        budget=BUDGET,
+        status=found.status.value,
+        planned_peak_bytes=None if found.timeline is None else found.timeline.peak_bytes,
+        overhead=found.overhead,
+        gap=found.gap,
+        plan_s=found.solve_s,
+        process_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+COLUMNS = (
+    "model", "parameters", "ops", "capture s", "unplanned peak", "planned at", "peak", "more time", "proven gap",
+    "plan s", "process memory", "estimated for",
+)  # fmt: skip
+
+
+def large_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row as text, in the order of COLUMNS."""
+    peak = row["planned_peak_bytes"]
+    return (
+        row["model"],
+        f"{row['parameters'] / 1e6:,.0f} M",
+        f"{row['ops']:,}",
+        f"{row['capture_s']:.1f}",
+        human_bytes(row["unplanned_peak_bytes"]),
+        f"{row['budget']}: {row['status']}",
+        "-" if peak is None else human_bytes(peak),
+        "-" if row["overhead"] is None else f"{row['overhead']:.1%}",
+        "-" if row["gap"] is None else f"{row['gap']:.1%}",
+        f"{row['plan_s']:.1f}",
+        human_bytes(row["process_bytes"]),
+        row["device"],
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure_large(WorkloadSpec(**json.loads(sys.argv[1])), float(sys.argv[2])))))

@@ -1,0 +1,97 @@
+"""One step at every batch size, from its graphs at two: what is made of tensors is affine in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from planner.errors import GraphError
+from planner.ir import Graph, Op, Storage, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The step at any batch: `low` and `high` are its graphs at two sizes, and must be the same op for op.
+
+    Bytes and shapes are exact where they are affine in the batch, as they are unless a tensor holds batch x batch
+    elements or is padded to a size; `deviation` checks it against a third graph. Times and workspaces follow the
+    straight line through the two, which is exact for an op that is bound by the same thing at all three sizes.
+    """
+
+    low: Graph
+    high: Graph
+    low_batch: int
+    high_batch: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_batch < self.high_batch:
+            raise GraphError(f"batches {self.low_batch} and {self.high_batch}: give two, the smaller first")
+        if reason := difference(self.low, self.high):
+            raise GraphError(
+                f"{self.low.name}: the steps at batch {self.low_batch} and {self.high_batch} are not the same: {reason}"
+            )
+
+    def at(self, batch: int) -> Graph:
+        """The graph at `batch`."""
+        share = Fraction(batch - self.low_batch, self.high_batch - self.low_batch)
+        storages = tuple(_storage(a, b, share) for a, b in zip(self.low.storages, self.high.storages, strict=True))
+        values = tuple(_value(a, b, share) for a, b in zip(self.low.values, self.high.values, strict=True))
+        ops = tuple(_op(a, b, float(share)) for a, b in zip(self.low.ops, self.high.ops, strict=True))
+        return replace(self.low, ops=ops, values=values, storages=storages).validate()
+
+    def deviation(self, graph: Graph, batch: int) -> str:
+        """Where the graph captured at `batch` is not the predicted one, to the byte; "" where it is."""
+        if reason := difference(self.low, graph):
+            return f"at batch {batch} the step is not the same: {reason}"
+        predicted = self.at(batch)
+        for expected, found in zip(predicted.storages, graph.storages, strict=True):
+            if expected.nbytes != found.nbytes:
+                name = graph.storage_names[found.id]
+                return f"at batch {batch} {name!r} has {found.nbytes:,} bytes, not {expected.nbytes:,}"
+        return ""
+
+
+def difference(a: Graph, b: Graph) -> str:
+    """The first thing, other than sizes, in which two graphs differ; "" where there is none."""
+    if len(a.ops) != len(b.ops):
+        return f"{len(a.ops)} ops and {len(b.ops)}"
+    for left, right in zip(a.ops, b.ops, strict=True):
+        if _structure(left) != _structure(right):
+            return f"op {left.id} is {left.name!r} ({left.target}) and {right.name!r} ({right.target})"
+    if [s.role for s in a.storages] != [s.role for s in b.storages] or a.outputs != b.outputs:
+        return "their storages are not for the same things"
+    for u, v in zip(a.values, b.values, strict=True):
+        if (u.storage, u.producer, u.base, u.dtype, len(u.shape)) != (
+            v.storage,
+            v.producer,
+            v.base,
+            v.dtype,
+            len(v.shape),
+        ):
+            return f"value {u.name!r} is another"
+    return ""
+
+
+def _structure(op: Op) -> Op:
+    return replace(op, time_us=0.0, workspace_bytes=0)
+
+
+def _between(low: int, high: int, share: Fraction) -> int:
+    # Rounded up, and never below nothing, where the line is not one of whole numbers.
+    return low if low == high else max(0, -(-(low + (high - low) * share) // 1))
+
+
+def _storage(low: Storage, high: Storage, share: Fraction) -> Storage:
+    return low if low.nbytes == high.nbytes else replace(low, nbytes=_between(low.nbytes, high.nbytes, share))
+
+
+def _value(low: Value, high: Value, share: Fraction) -> Value:
+    if low.shape == high.shape:
+        return low
+    return replace(low, shape=tuple(_between(a, b, share) for a, b in zip(low.shape, high.shape, strict=True)))
+
+
+def _op(low: Op, high: Op, share: float) -> Op:
+    time_us = low.time_us + (high.time_us - low.time_us) * share
+    workspace = low.workspace_bytes + (high.workspace_bytes - low.workspace_bytes) * share
+    return replace(low, time_us=max(0.0, time_us), workspace_bytes=max(0, round(workspace)))
