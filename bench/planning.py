@@ -58,6 +58,7 @@ def _row_data(row: Row) -> dict[str, Any]:
         "found_by": solution.plan.found_by if solution.plan else "",
         "cut_off": solution.plan.cut_off if solution.plan else False,
         "solve_s": solution.solve_s,
+        "solve_cpu_s": solution.solve_cpu_s,
         "times": str(solution.problem.graph.timing),
         "reason": solution.reason,
         "note": solution.plan.note if solution.plan else "",

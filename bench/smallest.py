@@ -50,7 +50,10 @@ def smallest_budgets(graph: Graph, specs: Sequence[str], *, time_limit_s: float)
     deadline = time.perf_counter() + limit_s
     once = smallest_peak(Work(problem), SolverName.ORTOOLS, deadline=deadline).floor_bytes
     chosen = [spec for spec in specs if spec in SEARCHED]
-    return [_search(problem, spec, strategies.make(spec), once_floor_bytes=once) for spec in chosen]
+    return [
+        _search(problem, spec, strategies.make(spec), once_floor_bytes=max(once, problem.budget_bytes))
+        for spec in chosen
+    ]
 
 
 def least_bytes(graph: Graph) -> int:
@@ -59,10 +62,13 @@ def least_bytes(graph: Graph) -> int:
 
 
 def _search(problem: Problem, label: str, strategy: Strategy, *, once_floor_bytes: int) -> SmallestRow:
-    """Bisect between what nothing meets and what was met, starting from the smallest peak the strategy knows of."""
+    """Bisect between what nothing meets and what was met, starting from the smallest peak the strategy knows of.
+
+    All of SEARCHED recompute once, so nothing below the floor of such plans need be tried.
+    """
     graph, base = problem.graph, problem.unplanned
-    missed, met, overhead, solves = problem.budget_bytes, base.peak_bytes, 0.0, 0
-    budget, started = problem.budget_bytes, time.perf_counter()
+    missed, met, overhead, solves = once_floor_bytes, base.peak_bytes, 0.0, 0
+    budget, started = once_floor_bytes, time.perf_counter()
     while met - missed > TOLERANCE * base.above_start_bytes or solves == 0:
         solution = solve(Problem(graph=graph, budget_bytes=budget, time_limit_s=problem.time_limit_s), strategy)
         solves += 1
@@ -78,7 +84,7 @@ def _search(problem: Problem, label: str, strategy: Strategy, *, once_floor_byte
         smallest_bytes=met,
         start_bytes=base.start_bytes,
         unplanned_peak_bytes=base.peak_bytes,
-        once_floor_bytes=max(once_floor_bytes, problem.budget_bytes),
+        once_floor_bytes=once_floor_bytes,
         floor_bytes=problem.budget_bytes,
         overhead=overhead,
         solves=solves,

@@ -11,12 +11,13 @@ HELP = (
     "Without a model: ResNet-50 and -152, BERT, GPT-2, DenseNet-121, and random layered nets at 70 and 50%."
 )
 STRATEGIES = "keep_all,sqrtn,cheap,mutwo:faithful=true,mutwo,ilp,ilp:seeds=false"
+BUDGETS = "90%,70%,50%,40%,30%"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument("--strategy", default=STRATEGIES, help=f"as for `python -m bench` (default {STRATEGIES})")
-    parser.add_argument("--budget", default="90%,70%,50%,40%,30%", help="as for `python -m bench`")
+    parser.add_argument("--budget", default=BUDGETS, help="as for `python -m bench`")
     parser.add_argument("--time-limit", type=float, default=12.0, help="seconds a strategy may take (default 12)")
     add_rows_out(parser)
 
@@ -27,6 +28,14 @@ def run(options: argparse.Namespace) -> int:
     specs, budgets = strategy_specs(options.strategy), split_commas(options.budget)
     named = names_a_workload(options)
     cases = model_cases([workload(options)] if named else MODELS, budgets, options.time_limit)
-    command = f"python -m bench plans --strategy {','.join(specs)} --budget {','.join(budgets)}"
+    command = " ".join(["python -m bench plans", *_told(options), f"--time-limit {options.time_limit:g}"])
     run_plans(cases if named else [*cases, *layered_cases()], specs, command=command, out=options.rows_file)
     return 0
+
+
+def _told(options: argparse.Namespace) -> list[str]:
+    """The options of the call that are not the defaults of the command."""
+    told = [f"--model {options.model}"] if options.model else []
+    told += [f"--{name} {getattr(options, name)}" for name in ("batch", "image", "seq") if getattr(options, name)]
+    told += [f"--strategy {options.strategy}"] if options.strategy != STRATEGIES else []
+    return told + ([f"--budget {options.budget}"] if options.budget != BUDGETS else [])

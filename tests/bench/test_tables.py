@@ -31,7 +31,8 @@ def test_a_matrix_of_exactness_is_made_from_its_rows(tmp_path):
 def plans_row(strategy, **given):
     row = {
         "graph": "g", "budget": "50%", "strategy": strategy, "status": "fits", "peak_bytes": 150, "start_bytes": 100,
-        "unplanned_peak_bytes": 200, "overhead": 0.1, "gap": None, "solve_s": 1.0, "found_by": "", "note": "",
+        "unplanned_peak_bytes": 200, "overhead": 0.1, "gap": None, "solve_s": 1.0, "solve_cpu_s": 0.5,
+        "found_by": "", "note": "",
     }  # fmt: skip
     return row | given
 
@@ -40,16 +41,16 @@ def test_a_table_of_plans_says_who_won_and_what_the_program_reached_alone(tmp_pa
     rows = [
         plans_row("mutwo"),
         plans_row("ilp", gap=0.004, found_by="polish"),
-        plans_row("ilp:seeds=false", gap=0.02, overhead=0.12, solve_s=2.5),
+        plans_row("ilp:seeds=false", gap=0.02, overhead=0.12, solve_cpu_s=2.5),
         plans_row("ilp", budget="40%", gap=0.0, found_by="mutwo"),
         plans_row("ilp:seeds=false", budget="40%", status="over budget"),
     ]
     save_rows(tmp_path / "plans.json", command="x", rows=rows)
     (page,) = make_tables(tmp_path)
     text = page.read_text(encoding="utf-8")
-    assert "| g | 50% | mutwo | fits | 50.0% | 10.00% | - | 1.00 | - | - |" in text
-    assert "| ilp | fits | 50.0% | 10.00% | 0.40% | 1.00 | polish | 12.00%, gap 2.00%, 2.5 s |" in text
-    assert "| 0.00% | 1.00 | mutwo | over budget, 1.0 s |" in text
+    assert "| g | 50% | mutwo | fits | 50.0% | 10.00% | - | 1.00 | 0.50 | - | - |" in text
+    assert "| ilp | fits | 50.0% | 10.00% | 0.40% | 1.00 | 0.50 | polish | 12.00%, gap 2.00%, 2.5 CPU s |" in text
+    assert "| 0.00% | 1.00 | 0.50 | mutwo | over budget, 0.5 CPU s |" in text
     assert "seeds=false" not in text
 
 
