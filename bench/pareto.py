@@ -11,7 +11,7 @@ from typing import Any
 import strategies
 from bench.figures_pareto import draw_trade_off
 from bench.report import console, print_table
-from bench.smallest import least_bytes
+from planner.floor import floor
 from planner.ir import Graph
 from planner.solve import Problem, Status, Strategy, solve
 from planner.units import human_bytes, parse_budget
@@ -79,7 +79,7 @@ def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, tim
         times=str(graph.timing),
         start_bytes=graph.start_bytes,
         peak_bytes=base.peak_bytes,
-        floor_bytes=least_bytes(graph),
+        floor_bytes=floor(graph).nbytes,
         rows=tuple(rows),
     )
 

@@ -13,7 +13,6 @@ from planner.floor import floor
 from planner.ir import Graph
 from planner.solve import Problem, Status, Strategy, solve
 from planner.units import human_bytes
-from strategies.ilp_bound import floor_bytes
 from strategies.ilp_shrink import smallest_peak
 from strategies.ilp_solvers import SolverName
 from strategies.ilp_work import Work
@@ -46,7 +45,7 @@ class SmallestRow:
 def smallest_budgets(graph: Graph, specs: Sequence[str], *, time_limit_s: float) -> list[SmallestRow]:
     """A row for each of SEARCHED that is among `specs`."""
     limit_s = min(MOST_SECONDS, time_limit_s)
-    problem = Problem(graph=graph, budget_bytes=least_bytes(graph), time_limit_s=limit_s)
+    problem = Problem(graph=graph, budget_bytes=floor(graph).nbytes, time_limit_s=limit_s)
     deadline = time.perf_counter() + limit_s
     once = smallest_peak(Work(problem), SolverName.ORTOOLS, deadline=deadline).floor_bytes
     chosen = [spec for spec in specs if spec in SEARCHED]
@@ -54,11 +53,6 @@ def smallest_budgets(graph: Graph, specs: Sequence[str], *, time_limit_s: float)
         _search(problem, spec, strategies.make(spec), once_floor_bytes=max(once, problem.budget_bytes))
         for spec in chosen
     ]
-
-
-def least_bytes(graph: Graph) -> int:
-    """No plan at all runs `graph` in less."""
-    return max(floor(graph).nbytes, floor_bytes(graph))
 
 
 def _search(problem: Problem, label: str, strategy: Strategy, *, once_floor_bytes: int) -> SmallestRow:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
-from planner.ir import Graph, Role
-from planner.plan import candidates, temporaries
+import numpy as np
+import numpy.typing as npt
+
+from planner.ir import Graph, Phase, Role
+from planner.plan import cannot_drop
 from planner.units import human_bytes
 
 
@@ -29,43 +31,68 @@ class Floor:
 
 
 def floor(graph: Graph) -> Floor:
-    """A lower bound on the peak of every plan: at each op, what cannot be dropped and what the op itself needs."""
-    droppable = {*candidates(graph), *temporaries(graph)}
-    fixed = _fixed_bytes(graph, droppable)
-    needs = [fixed[op.id] + _own_bytes(graph, op.id, droppable) for op in graph.ops]
-    worst = max(range(len(needs)), key=lambda t: (needs[t], -t), default=None)
-    start = _start_by_role(graph)
-    if worst is None:
+    """A lower bound on the peak of every schedule, however often it recomputes."""
+    least, start = least_bytes(graph), _start_by_role(graph)
+    if not len(least):
         return Floor(nbytes=graph.start_bytes, op="-", start_by_role=start, fixed_bytes=0, op_bytes=0)
+    worst = int(least.argmax())
+    own = _own_bytes(graph, worst)
     return Floor(
-        nbytes=graph.start_bytes + needs[worst],
+        nbytes=int(least[worst]),
         op=graph.ops[worst].name,
         start_by_role=start,
-        fixed_bytes=fixed[worst],
-        op_bytes=needs[worst] - fixed[worst],
+        fixed_bytes=int(least[worst]) - graph.start_bytes - own,
+        op_bytes=own,
     )
 
 
-def _fixed_bytes(graph: Graph, droppable: set[int]) -> list[int]:
-    """Per op: bytes made by the step that are live across it in every plan (not counting what it makes itself)."""
-    change = [0] * (len(graph.ops) + 2)
+def least_bytes(graph: Graph) -> npt.NDArray[np.int64]:
+    """Per op: bytes live while it runs under every schedule: what cannot be dropped, and what the op itself needs."""
+    return graph.derived(_least_bytes)
+
+
+def droppable(graph: Graph) -> frozenset[int]:
+    """Storages that a schedule may drop and make again, sooner or later."""
+    return graph.derived(_droppable)
+
+
+def _droppable(graph: Graph) -> frozenset[int]:
+    makers = enumerate(graph.maker)
+    return frozenset(
+        s
+        for s, made in makers
+        if made is not None and graph.ops[made].phase is Phase.FORWARD and cannot_drop(graph, s) is None
+    )
+
+
+def _least_bytes(graph: Graph) -> npt.NDArray[np.int64]:
+    change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     for storage in graph.storages:
         made = graph.maker[storage.id]
-        if made is None or storage.id in droppable:
+        if made is None or storage.id in droppable(graph):
             continue
         readers = graph.readers[storage.id]
-        end = len(graph.ops) if storage.id in graph.held_storages else (readers[-1] if readers else made)
-        change[made + 1] += storage.nbytes
-        change[end + 1] -= storage.nbytes
-    return list(accumulate(change))[: len(graph.ops)]
+        held = storage.id in graph.held_storages
+        last = len(graph.ops) - 1 if held else (readers[-1] if readers else made)
+        change[made] += storage.nbytes
+        change[last + 1] -= storage.nbytes
+    own = np.array([_own_bytes(graph, op.id) for op in graph.ops], dtype=np.int64)
+    return graph.start_bytes + np.cumsum(change[:-1]) + own
 
 
-def _own_bytes(graph: Graph, op_id: int, droppable: set[int]) -> int:
-    """What the op reads of the droppable, makes and works in; an output that may overwrite an input is left out."""
-    op = graph.ops[op_id]
-    reads = sum(graph.storages[s].nbytes for s in graph.reads[op_id] if s in droppable)
-    makes = 0 if op.overwritable else sum(graph.storages[s].nbytes for s in graph.makes[op_id])
-    return reads + makes + op.workspace_bytes
+def _own_bytes(graph: Graph, op: int) -> int:
+    """What an op reads and makes of the droppable, and works in; less what an in-place form could save."""
+    touched = {*graph.reads[op], *graph.makes[op]} & droppable(graph)
+    return sum(graph.storages[s].nbytes for s in touched) + graph.ops[op].workspace_bytes - _overwrite_bytes(graph, op)
+
+
+def _overwrite_bytes(graph: Graph, op: int) -> int:
+    """What an in-place form could save at most."""
+    record = graph.ops[op]
+    if not record.overwritable or len(graph.makes[op]) != 1:
+        return 0
+    nbytes = graph.storages[graph.makes[op][0]].nbytes
+    return nbytes if any(graph.storages[graph.values[v].storage].nbytes == nbytes for v in record.overwritable) else 0
 
 
 def _start_by_role(graph: Graph) -> tuple[tuple[Role, int], ...]:

@@ -16,11 +16,11 @@ from typing import ClassVar
 
 import strategies
 from planner.errors import NoPlan
+from planner.floor import floor
 from planner.incremental import Incremental
 from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem
 from planner.units import human_bytes
-from strategies.ilp_bound import floor_bytes
 from strategies.ilp_model import Floats, SparseModel, StagedProgram
 from strategies.ilp_polish import Polish, enumerate_all, shed_free
 from strategies.ilp_shrink import smallest_peak
@@ -150,7 +150,7 @@ class Search:
 
     def _optimise(self) -> None:
         """Solve, check exactly, count memory where it was missed, and again."""
-        if floor_bytes(self.graph) > self.problem.budget_bytes:
+        if floor(self.graph).nbytes > self.problem.budget_bytes:
             self.impossible = True
             return
         budget = target = self.problem.budget_bytes
@@ -322,4 +322,4 @@ class Search:
     def _floor(self) -> str:
         once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if self.floor_bytes else ""
         proof = "proven: nothing that recomputes once fits; " if self.impossible else ""
-        return f"{proof}no schedule at all runs in less than {human_bytes(floor_bytes(self.graph))}{once}"
+        return f"{proof}no schedule at all runs in less than {human_bytes(floor(self.graph).nbytes)}{once}"

@@ -1,6 +1,6 @@
 """Bounds for *any* schedule: forward ops rerun as often as one likes, backward and optimizer ops run once.
 
-The staged linear program of SOLVER.md. S_{x,k} is "x is resident at moment k", R_{o,k} "o is rerun in stage k".
+A linear program over stages of the backward. S_{x,k} is "x is resident at moment k", R_{o,k} "o is rerun in stage k".
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from planner.floor import droppable, floor, least_bytes
 from planner.ir import Graph, Phase
-from planner.plan import cannot_drop, rerun_reads
-from strategies.ilp_model import ONE, ZERO, Ints, Linear, SparseModel, sparse, total
+from planner.plan import rerun_reads
+from strategies.ilp_model import ONE, ZERO, Linear, SparseModel, sparse, total
 from strategies.ilp_solvers import Outcome, SolverName, solve_model
 
 STAGES = (1, 3, 5, 9, 15)
-
-
-def floor_bytes(graph: Graph) -> int:
-    """No schedule can run `graph` in less: the largest op with its tensors, beside all that must be there then."""
-    return int(graph.derived(_least_bytes).max(initial=graph.start_bytes))
 
 
 def any_schedule_bound_us(
@@ -30,7 +26,7 @@ def any_schedule_bound_us(
 
     The best over several numbers of stages. SolverError if the solver is missing or fails.
     """
-    if floor_bytes(graph) > budget_bytes:
+    if floor(graph).nbytes > budget_bytes:
         return math.inf
     best = 0.0
     for stages in STAGES:
@@ -43,53 +39,13 @@ def any_schedule_bound_us(
     return best
 
 
-def _droppable(graph: Graph) -> frozenset[int]:
-    """Storages that a schedule may make again."""
-    makers = enumerate(graph.maker)
-    return frozenset(
-        s
-        for s, made in makers
-        if made is not None and graph.ops[made].phase is Phase.FORWARD and cannot_drop(graph, s) is None
-    )
-
-
-def _least_bytes(graph: Graph) -> Ints:
-    """Per position: bytes live during that op under every schedule."""
-    droppable = graph.derived(_droppable)
-    change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
-    least = np.full(len(graph.ops), graph.start_bytes, dtype=np.int64)
-    for storage in graph.storages:
-        made = graph.maker[storage.id]
-        if made is None or storage.id in droppable:
-            continue
-        readers = graph.readers[storage.id]
-        held = storage.id in graph.held_storages
-        last = len(graph.ops) - 1 if held else (readers[-1] if readers else made)
-        change[made] += storage.nbytes
-        change[last + 1] -= storage.nbytes
-    least += np.cumsum(change[:-1])
-    for op in graph.ops:
-        least[op.id] += op.workspace_bytes - _overwrite_bytes(graph, op.id)
-        least[op.id] += sum(graph.storages[s].nbytes for s in _touched(graph, op.id) if s in droppable)
-    return least
-
-
 def _touched(graph: Graph, op: int) -> dict[int, None]:
     return dict.fromkeys((*graph.reads[op], *graph.makes[op]))
 
 
-def _overwrite_bytes(graph: Graph, op: int) -> int:
-    """What an in-place form could save at most."""
-    record = graph.ops[op]
-    if not record.overwritable or len(graph.makes[op]) != 1:
-        return 0
-    nbytes = graph.storages[graph.makes[op][0]].nbytes
-    return nbytes if any(graph.storages[graph.values[v].storage].nbytes == nbytes for v in record.overwritable) else 0
-
-
 def _moments(graph: Graph, stages: int) -> list[int]:
     """The turn to the backward, and the worst op of each of `stages` equal windows after it."""
-    least = graph.derived(_least_bytes)
+    least = least_bytes(graph)
     first = next((op.id for op in graph.ops if op.phase is Phase.BACKWARD), len(graph.ops) - 1)
     edges = np.linspace(first, len(graph.ops), stages + 1).astype(int)
     worst = [int(a + least[a:b].argmax()) for a, b in pairwise(edges.tolist()) if b > a]
@@ -102,7 +58,7 @@ class _Staged:
     def __init__(self, graph: Graph, moments: list[int]) -> None:
         self.graph = graph
         self.moments = moments
-        self.droppable = sorted(graph.derived(_droppable))
+        self.droppable = sorted(droppable(graph))
         self.cost: list[float] = []
         self.rows: list[tuple[dict[int, float], float]] = []
         self.memory: list[Linear] = []
@@ -158,7 +114,7 @@ class _Staged:
 
     def _residents(self, k: int, available: dict[int, Linear]) -> dict[int, Linear]:
         position, graph = self.moments[k], self.graph
-        least = Linear(float(graph.derived(_least_bytes)[position]))
+        least = Linear(float(least_bytes(graph)[position]))
         touched = _touched(graph, position)
         resident = {}
         for x in self.droppable:

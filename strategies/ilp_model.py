@@ -1,4 +1,4 @@
-"""The "keep, or recompute once" program of SOLVER.md as sparse arrays, for any set of moments.
+"""The "keep, or recompute once" program as sparse arrays, for any set of moments.
 
 Moments are positions at which memory is counted: position j stands for the run of op j itself, after the
 reruns placed before it. Stage k is everything in (moment k-1, moment k]; the last stage is the tail. With

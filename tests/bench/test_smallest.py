@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bench import smallest
-from bench.smallest import COLUMNS, TOLERANCE, SmallestRow, least_bytes, smallest_budgets, smallest_cells
+from bench.smallest import COLUMNS, TOLERANCE, SmallestRow, smallest_budgets, smallest_cells
 from bench.synthetic import residual_tower, transformer
+from planner.floor import floor
 from planner.solve import Problem
 from strategies.mutwo import curve
 
@@ -33,7 +34,7 @@ def test_a_strategy_that_never_drops_anything_meets_the_unplanned_peak(monkeypat
     (row,) = smallest_budgets(graph, ["keep_all"], time_limit_s=1)
     assert row.smallest_bytes == Problem(graph=graph, budget_bytes=1).unplanned.peak_bytes
     assert row.overhead == 0
-    assert row.floor_bytes == least_bytes(graph)
+    assert row.floor_bytes == floor(graph).nbytes
 
 
 def test_cells_tell_bytes_and_shares_of_the_step():

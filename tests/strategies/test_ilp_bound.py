@@ -7,11 +7,12 @@ import math
 from hypothesis import given, settings
 
 from bench.synthetic import chain, residual_tower, transformer
+from planner.floor import floor
 from planner.plan import lower, recompute_each_time, recompute_once
 from planner.simulator import simulate
 from planner.solve import Problem, solve
 from strategies.ilp import Ilp
-from strategies.ilp_bound import any_schedule_bound_us, floor_bytes
+from strategies.ilp_bound import any_schedule_bound_us
 from tests.graphs import networks_with_drops
 
 
@@ -21,20 +22,20 @@ def test_no_schedule_is_below_the_bound_or_the_floor(drawn):
     graph, dropped = drawn
     for make in (recompute_once, recompute_each_time):
         timeline = simulate(graph, lower(graph, make(graph, dropped)))
-        assert floor_bytes(graph) <= timeline.peak_bytes
+        assert floor(graph).nbytes <= timeline.peak_bytes
         assert any_schedule_bound_us(graph, timeline.peak_bytes) <= timeline.recompute_us + 1e-6
 
 
 def test_less_than_the_floor_is_impossible_at_once():
     graph = residual_tower(3)
-    assert any_schedule_bound_us(graph, floor_bytes(graph) - 1) == math.inf
-    assert any_schedule_bound_us(graph, floor_bytes(graph)) < math.inf
+    assert any_schedule_bound_us(graph, floor(graph).nbytes - 1) == math.inf
+    assert any_schedule_bound_us(graph, floor(graph).nbytes) < math.inf
 
 
 def test_the_floor_counts_the_largest_op_with_its_tensors():
     graph = chain(5, nbytes=100)
     # x (4), the loss (1), and one backward op: an activation, and the gradients it reads and makes.
-    assert floor_bytes(graph) == 4 + 1 + 300
+    assert floor(graph).nbytes == 4 + 1 + 300
 
 
 def test_any_schedule_may_be_cheaper_than_recomputing_once_but_never_dearer():
