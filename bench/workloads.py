@@ -19,6 +19,8 @@ from profiler.capture import TracedStep, capture
 
 DEFAULT_BATCH = {"resnet152": 8, "mobilenet": 16, "gpt2": 4}
 
+DTYPES = ("float32", "bfloat16")
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
@@ -103,6 +105,8 @@ class WorkloadSpec:
     def make(self) -> Workload:
         """The train step, model, optimizer and batch; WorkloadError names what cannot be had."""
         device = find_device(self.device)
+        if self.dtype not in DTYPES:
+            raise WorkloadError(f"unknown dtype {self.dtype!r}: there are float32 and bfloat16 (autocast)")
         maker = _imported(self.source) if self.source else _from_zoo(self.model)
         options: dict[str, Any] = {}
         for name in ("image", "seq"):
@@ -192,8 +196,6 @@ def _check_options(maker: Maker, options: dict[str, Any], name: str) -> None:
 def _with_dtype(step: Callable[[Any, Any, Any], Any], dtype: str) -> Callable[[Any, Any, Any], Any]:
     if dtype == "float32":
         return step
-    if dtype != "bfloat16":
-        raise WorkloadError(f"unknown dtype {dtype!r}: there are float32 and bfloat16 (autocast)")
 
     def autocast_step(model: Any, optimizer: Any, batch: Any) -> Any:
         device = next(model.parameters()).device.type

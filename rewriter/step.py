@@ -172,20 +172,8 @@ class CheckpointedStep:
 
     def _solve(self, traced: TracedStep, batch: Any) -> Solution:
         settings, graph = self._settings, traced.graph
-        unplanned = lower(graph, Plan(), in_place=settings.in_place)
-        peak_bytes = simulate(graph, unplanned).peak_bytes
-        budget = settings.budget
-        if budget == "auto":
-            budget = auto_budget(graph, next(self._model.parameters()).device, torch.cuda)
-        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
-        margin = _margin(graph, limit)
         given = self._given(graph)
-        if given is None and limit - margin < peak_bytes <= limit:
-            # Too close to trust the prediction, and a needless plan would cost time: let the step itself say.
-            measured_bytes = graph.start_bytes + self._measured_peak(traced, unplanned, batch)
-            most_bytes = max(peak_bytes, measured_bytes)
-            limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=most_bytes)
-            margin = 0 if measured_bytes <= limit else _margin(graph, limit)
+        limit, margin = self._limit(traced, batch, keeps_all=given is None or given.keeps_all)
         problem = Problem(
             graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s, in_place=settings.in_place
         )
@@ -193,6 +181,25 @@ class CheckpointedStep:
         if solution.status is not Status.FITS:
             raise OverBudget(_over_budget(solution, limit, margin))
         return solution
+
+    def _limit(self, traced: TracedStep, batch: Any, *, keeps_all: bool) -> tuple[int, int]:
+        """The budget in bytes, and what of it is kept free: nothing where the step fits it as it is.
+
+        `keeps_all` says that running without any recomputation would be an answer.
+        """
+        graph, budget = traced.graph, self._settings.budget
+        unplanned = lower(graph, Plan(), in_place=self._settings.in_place)
+        peak_bytes = simulate(graph, unplanned).peak_bytes
+        if budget == "auto":
+            budget = auto_budget(graph, next(self._model.parameters()).device, torch.cuda)
+        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
+        margin = _margin(graph, limit)
+        if not keeps_all or not limit - margin < peak_bytes <= limit:
+            return limit, margin
+        # Too close to trust the prediction, and a needless plan would cost time: let the step itself say.
+        measured_bytes = graph.start_bytes + self._measured_peak(traced, unplanned, batch)
+        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=max(peak_bytes, measured_bytes))
+        return limit, (0 if measured_bytes <= limit else _margin(graph, limit))
 
     def _measured_peak(self, traced: TracedStep, schedule: Schedule, batch: Any) -> int:
         """What the captured step really adds to memory when it runs `schedule`; everything is put back."""
@@ -208,7 +215,7 @@ class CheckpointedStep:
         )
         return seen.peak_bytes
 
-    def _given(self, graph: Graph) -> Strategy | None:
+    def _given(self, graph: Graph) -> _Given | None:
         """The plan from the file; a form that turns up later and does not match it is planned like any other."""
         if self._settings.plan_file is None:
             return None
@@ -266,6 +273,10 @@ class _Given:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+
+    @property
+    def keeps_all(self) -> bool:
+        return not self._plan.evictions
 
     def plan(self, problem: Problem) -> Plan:
         return self._plan

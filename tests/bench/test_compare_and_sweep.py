@@ -14,8 +14,9 @@ from bench.sweep import run_sweep, sweep_cells
 from bench.workloads import WorkloadSpec
 from planner.errors import FileFormatError
 
-SMALL = ["--model", "resnet18", "--image", "32", "--batch", "2", "--pairs", "1"]
-SPEC = WorkloadSpec(model="resnet18", image=32)
+WORK = "tests.bench.small:make"
+SMALL = ["--import", WORK, "--batch", "8", "--pairs", "1"]
+SPEC = WorkloadSpec(source=WORK)
 
 
 def said(capsys):
@@ -23,7 +24,7 @@ def said(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-def sweep(out, batches, *, budget="95%", pairs=1, **options):
+def sweep(out, batches, *, budget="60%", pairs=1, **options):
     return run_sweep(SPEC, batches, "mutwo", budget, pairs=pairs, time_limit_s=5.0, out=out, **options)
 
 
@@ -35,7 +36,7 @@ def compared(tmp_path_factory):
     """A comparison at a budget to plan for, at one above the peak and at one that nothing meets."""
     out = tmp_path_factory.mktemp("compared")
     file = out / "rows.json"
-    options = ["--strategy", "sqrtn,mutwo", "--budget", "95%,100%,1TiB,1%", "--out", str(out), "--json", str(file)]
+    options = ["--strategy", "sqrtn,mutwo", "--budget", "60%,100%,1TiB,1%", "--out", str(out), "--json", str(file)]
     assert main([*SMALL, *options]) == 0
     return out, json.loads(file.read_text())
 
@@ -62,10 +63,10 @@ def test_a_budget_that_nothing_meets_says_the_smallest_peak_and_runs_nothing(com
 
 def test_each_budget_that_is_met_has_its_figures_and_its_plan_as_text(compared):
     names = {path.name for path in compared[0].iterdir()}
-    for budget in ("95pct", "100pct", "1TiB"):
+    for budget in ("60pct", "100pct", "1TiB"):
         assert {f"memory_{budget}.png", f"plan_{budget}.png", f"plan_{budget}.txt"} <= names
     assert not any("_1pct" in name for name in names)
-    assert "recomputed before" in (compared[0] / "plan_95pct.txt").read_text()
+    assert "recomputed before" in (compared[0] / "plan_60pct.txt").read_text()
 
 
 def test_rows_say_where_they_came_from(compared):
@@ -92,18 +93,18 @@ def test_a_planned_step_that_runs_out_of_memory_is_a_row_that_says_so(tmp_path, 
 
     monkeypatch.setattr(bench.run, "apply", fails_once)
     file = tmp_path / "rows.json"
-    options = ["--strategy", "sqrtn,mutwo", "--budget", "95%", "--out", str(tmp_path), "--json", str(file)]
+    options = ["--strategy", "sqrtn,mutwo", "--budget", "60%", "--out", str(tmp_path), "--json", str(file)]
     assert main([*SMALL, *options]) == 0
     failed, went_well = json.loads(file.read_text())["rows"]
     assert failed["note"].startswith("out of memory while proving the planned step")
     assert (failed["exact"], went_well["exact"]) == (None, True)
-    assert "sqrtn at 95%: out of memory" in said(capsys)
+    assert "sqrtn at 60%: out of memory" in said(capsys)
 
 
 def test_a_plain_step_that_runs_out_of_memory_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench.run, "measure", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
     assert main([*SMALL, "--out", str(tmp_path)]) == 2
-    assert "bench: out of memory while measuring resnet18 b2 32px: no room" in capsys.readouterr().err
+    assert "bench: out of memory while measuring tests.bench.small:make b8: no room" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [[], ["graph"], ["profile"]])
@@ -129,46 +130,46 @@ def test_a_budget_that_cannot_be_read_is_told_before_the_work(command, budget, t
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     real, asked = bench.sweep.run_comparison, []
 
-    def interrupted_at_three(spec, *args, **kwargs):
+    def interrupted_at_eight(spec, *args, **kwargs):
         asked.append(spec.batch)
-        if asked.count(3) == 1 and spec.batch == 3:
+        if asked == [6, 8]:
             raise KeyboardInterrupt
         return real(spec, *args, **kwargs)
 
-    monkeypatch.setattr(bench.sweep, "run_comparison", interrupted_at_three)
-    command = [*SMALL[:4], "--pairs", "1", "--strategy", "mutwo", "--budget", "95%", "--batches", "2,3"]
+    monkeypatch.setattr(bench.sweep, "run_comparison", interrupted_at_eight)
+    command = ["--import", WORK, "--pairs", "1", "--strategy", "mutwo", "--budget", "60%", "--batches", "6,8"]
     assert main([*command, "--out", str(tmp_path)]) == 130
     assert "1 rows are in" in said(capsys)
-    file = tmp_path / "sweep_resnet18_32px_mutwo_95pct.json"
+    file = tmp_path / "sweep_tests_bench_small_make_mutwo_60pct.json"
     first = json.loads(file.read_text())["rows"]
-    assert [row["batch"] for row in first] == [2]
+    assert [row["batch"] for row in first] == [6]
 
     assert main([*command, "--out", str(tmp_path)]) == 0
-    assert asked == [2, 3, 3]
+    assert asked == [6, 8, 8]
     rows = json.loads(file.read_text())["rows"]
-    assert [row["batch"] for row in rows] == [2, 3]
+    assert [row["batch"] for row in rows] == [6, 8]
     assert rows[0] == first[0]
-    assert "batches 2 are there" in said(capsys)
+    assert "batches 6 are there" in said(capsys)
     assert {path.name for path in tmp_path.glob("*.png")} == {
-        "peak_resnet18_32px_mutwo_95pct.png",
-        "latency_resnet18_32px_mutwo_95pct.png",
+        "peak_tests_bench_small_make_mutwo_60pct.png",
+        "latency_tests_bench_small_make_mutwo_60pct.png",
     }
     with pytest.raises(FileFormatError, match="made with pairs 1, not 2"):
-        sweep(tmp_path, [2], pairs=2)
+        sweep(tmp_path, [6], pairs=2)
 
 
 def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_measured(tmp_path, capsys, monkeypatch):
     real, asked = bench.sweep.run_comparison, []
 
-    def exhausted_at_three(spec, *args, **kwargs):
+    def exhausted_at_eight(spec, *args, **kwargs):
         asked.append(spec.batch)
-        if spec.batch >= 3:
+        if spec.batch >= 8:
             raise OutOfMemory("out of memory while measuring: no room")
         return real(spec, *args, **kwargs)
 
-    monkeypatch.setattr(bench.sweep, "run_comparison", exhausted_at_three)
-    rows = sweep(tmp_path, [2, 3, 4], json_file=tmp_path / "rows.json")
-    assert asked == [2, 3]
+    monkeypatch.setattr(bench.sweep, "run_comparison", exhausted_at_eight)
+    rows = sweep(tmp_path, [6, 8, 10], json_file=tmp_path / "rows.json")
+    assert asked == [6, 8]
     assert [row["measured"] for row in rows] == [True, False, False]
     assert all(row["eager_s"] > 0 for row in rows)
     assert sweep_cells(rows[2])[-1] == "predicted: out of memory while measuring: no room"
@@ -178,15 +179,15 @@ def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_mea
 
 
 def test_a_predicted_batch_after_an_interrupt_measures_the_largest_measured_one_anew(tmp_path, monkeypatch):
-    sweep(tmp_path, [2])
+    sweep(tmp_path, [6])
     monkeypatch.setattr(bench.sweep, "fits_machine", lambda *_: False)
-    rows = sweep(tmp_path, [2, 3])
+    rows = sweep(tmp_path, [6, 8])
     assert [row["measured"] for row in rows] == [True, False]
     assert rows[1]["eager_s"] > 0
 
 
 def test_a_row_over_budget_says_so_with_the_smallest_peak_found(tmp_path, capsys):
-    (row,) = sweep(tmp_path, [2], budget="1%")
+    (row,) = sweep(tmp_path, [6], budget="1%")
     assert row["status"] == "over budget"
     assert (row["planned_peak_bytes"], row["planned_s"]) == (None, None)
     assert row["smallest_peak_bytes"] > row["budget_bytes"]
@@ -194,7 +195,7 @@ def test_a_row_over_budget_says_so_with_the_smallest_peak_found(tmp_path, capsys
     assert cells[2].startswith("over budget: at least ")
     assert cells[3] == "-"
     assert (figures.reduction_label(row), figures.latency_label(row)) == ("over budget", "over budget")
-    assert "batch 2: smallest peak found" in said(capsys)
+    assert "batch 6: smallest peak found" in said(capsys)
 
 
 # -- files of rows ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ class Stubborn:
 
 def peaks(workload):
     """The simulated and the measured peak of the unplanned step, and what is live before it."""
-    step = planned(workload, "1TiB", verify=1)
+    step = planned(workload, "1TiB", verify=2)
     unplanned, start = step.solution.problem.unplanned, step.solution.problem.graph.start_bytes
     return unplanned.peak_bytes, start + step.verification.measured_peak_bytes, start
 
@@ -37,7 +37,7 @@ def fudge_measured(monkeypatch, extra_bytes):
 @pytest.mark.parametrize("name", tiny.ZOO)
 @pytest.mark.parametrize("budget", ["100%", "150%"])
 def test_a_share_of_all_or_more_runs_unplanned(name, budget):
-    step = planned(seeded(tiny.ZOO[name]), budget, strategy=Stubborn(), verify=1)
+    step = planned(seeded(tiny.ZOO[name]), budget, strategy=Stubborn(), verify=2)
     solution = step.solution
     assert solution.status is Status.FITS
     assert solution.timeline.reruns == 0
@@ -49,7 +49,7 @@ def test_a_share_of_all_or_more_runs_unplanned(name, budget):
 @pytest.mark.parametrize("optimizer", [tiny.sgd, adam])
 def test_a_budget_in_bytes_of_just_the_peak_runs_unplanned_if_the_measured_one_is_within(optimizer):
     simulated, measured, _ = peaks(make(optimizer=optimizer))
-    step = planned(make(optimizer=optimizer), max(simulated, measured), strategy=Stubborn(), verify=1)
+    step = planned(make(optimizer=optimizer), max(simulated, measured), strategy=Stubborn(), verify=2)
     assert step.solution.timeline.reruns == 0
     assert step.solution.problem.budget_bytes == max(simulated, measured)
 
@@ -62,7 +62,7 @@ def test_a_budget_far_above_the_peak_is_not_measured_first(monkeypatch):
 def test_a_budget_in_bytes_that_the_measured_peak_exceeds_is_planned_for(monkeypatch):
     simulated, _, start = peaks(make())
     fudge_measured(monkeypatch, extra_bytes=(simulated - start) // 400)
-    step = planned(make(), simulated, strategy="mutwo", verify=1)
+    step = planned(make(), simulated, strategy="mutwo", verify=2)
     assert step.solution.timeline.reruns > 0
     assert start + step.verification.measured_peak_bytes <= simulated
 
@@ -84,6 +84,13 @@ def test_measuring_first_leaves_everything_as_it_was():
     assert_same([before], [snapshot(None, model, optimizer)])
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.state
+
+
+def test_the_saved_plan_of_a_step_with_nothing_to_do_is_taken_at_the_same_budget(tmp_path):
+    planned(make(), "100%").save(tmp_path / "plan.json")
+    again = planned(make(), "100%", plan=tmp_path / "plan.json", strategy=Stubborn())
+    assert again.solution.strategy == "plan file"
+    assert again.solution.timeline.reruns == 0
 
 
 def test_below_the_peak_a_strategy_is_asked_and_its_margin_kept():
