@@ -75,7 +75,7 @@ def test_a_saved_graph_is_compared_in_a_process_where_importing_torch_fails(tmp_
 
 
 def test_every_command_teaches(capsys):
-    for command in ([], ["profile"], ["verify"], ["accuracy"], ["micro"]):
+    for command in ([], ["profile"], ["verify"], ["accuracy"], ["micro"], ["plans"], ["pareto"]):
         with pytest.raises(SystemExit) as stopped:
             main([*command, "--help"])
         assert stopped.value.code == 0
