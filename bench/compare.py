@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import strategies
 from bench import figures
 from bench.pages import write_plan
-from bench.peers import run_peers
+from bench.peers import peer_rows, print_peers
 from bench.report import console, print_table
 from bench.results import command_line, save_rows
 from bench.run import RUN_COLUMNS, Comparison, run_cells, run_comparison
@@ -33,13 +34,21 @@ def compare_model(
     found = run_comparison(spec, strategy_specs, budgets, pairs=pairs, time_limit_s=time_limit_s)
     _print(spec, found, pairs)
     rows = [row.data() for row in found.rows]
+    _save(json_file, rows)
     if peers:
-        rows += run_peers(spec.plain, pairs=pairs)
-    if json_file is not None:
-        save_rows(json_file, command=command_line(), rows=rows)
+        others: list[dict[str, Any]] = []
+        for row in peer_rows(spec.plain, pairs=pairs):
+            others.append(row)
+            _save(json_file, [*rows, *others])  # a peer takes minutes: what is there stays
+        print_peers(spec.plain, others, pairs=pairs)
     for path in _draw(out, found, budgets):
         console.print(f"figure: {path}")
     return found
+
+
+def _save(json_file: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    if json_file is not None:
+        save_rows(json_file, command=command_line(), rows=rows)
 
 
 def _print(spec: WorkloadSpec, found: Comparison, pairs: int) -> None:

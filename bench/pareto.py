@@ -72,8 +72,10 @@ def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, tim
     for spec in specs:
         with console.status(f"{graph.name}: the curve of {spec}"):
             strategy = strategies.make(spec)
-            curve = _proven_curve if isinstance(strategy, Ilp) else _curve
-            rows += curve(graph, spec, strategy, falling, time_limit_s)
+            if isinstance(strategy, Ilp):
+                rows += _proven_curve(graph, spec, strategy, falling, time_limit_s)
+            else:
+                rows += _curve(graph, spec, strategy, falling, time_limit_s)
     return TradeOff(
         graph=graph.name,
         times=str(graph.timing),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -113,18 +113,21 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def run_peers(spec: WorkloadSpec, *, pairs: int, names: Sequence[str] = tuple(PEERS)) -> list[dict[str, Any]]:
-    """Every peer on one model, as rows and as a table."""
-    rows = []
+def peer_rows(spec: WorkloadSpec, *, pairs: int, names: Sequence[str] = tuple(PEERS)) -> Iterator[dict[str, Any]]:
+    """Every peer on one model, as soon as it is measured."""
     for name in names:
         with console.status(f"{spec.title}: {name}"):
-            rows.append(_in_own_process(spec, name, pairs))
+            row = _in_own_process(spec, name, pairs)
+        yield row
+
+
+def print_peers(spec: WorkloadSpec, rows: Sequence[dict[str, Any]], *, pairs: int) -> None:
+    """The rows of peers as a table."""
     caption = (
         "Ratios to eager in the same process: peak of what the step adds to memory, and time (median and quartiles of "
         f"{pairs} rounds in turn). 'exact': after {PROVEN_STEPS} steps, compared bit by bit."
     )
     print_table(f"{spec.title}: what else there is", COLUMNS, [peer_cells(row) for row in rows], caption=caption)
-    return rows
 
 
 def _in_own_process(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]:

@@ -6,23 +6,36 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import strategies
+from planner.ir import Graph
 from planner.plan import Plan
 from planner.solve import Problem, Status, solve
+
+LEAST_SECONDS = 5.0
+OPS_A_SECOND = 500
+
+
+def few_seconds(graph: Graph) -> float:
+    """Enough for a plan and its proof on a quiet machine, also for models of ten thousand ops."""
+    return max(LEAST_SECONDS, len(graph.ops) / OPS_A_SECOND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """`mutwo` at once, then `ilp` until it has proven its plan, or for `seconds` if the problem allows as many."""
+    """`mutwo` at once, then `ilp` until it has proven its plan, or for `seconds` if the problem allows as many.
+
+    Without `seconds` it takes up to five, and more for a step of more than 2,500 ops.
+    """
 
     name: ClassVar[str] = "auto"
-    seconds: float = 5.0
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
+        if self.seconds is not None and not self.seconds > 0:
             raise ValueError(f"seconds={self.seconds}: it needs some time")
 
     def plan(self, problem: Problem) -> Plan:
-        limited = replace(problem, time_limit_s=min(self.seconds, problem.time_limit_s))
+        seconds = self.seconds if self.seconds is not None else few_seconds(problem.graph)
+        limited = problem.limited(min(seconds, problem.time_limit_s))
         solution = solve(limited, strategies.make("ilp"))  # which asks `mutwo` first
         assert solution.plan is not None, "ilp always has the plans of its seeds"
         proven = solution.gap is not None and solution.status is Status.FITS

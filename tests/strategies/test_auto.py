@@ -7,10 +7,12 @@ import sys
 import pytest
 
 import strategies
-from bench.synthetic import residual_tower, transformer, unet
+from bench.synthetic import chain, residual_tower, resnet_like, transformer, unet
+from planner.plan import Plan
 from planner.solve import Problem, Status, solve
 from strategies.auto import Auto
 from strategies.conformance import StrategyConformance
+from strategies.ilp import Ilp
 
 
 class TestTheContract(StrategyConformance):
@@ -42,6 +44,21 @@ def test_without_a_solver_it_still_plans(monkeypatch):
     solution = solve(at(residual_tower(5), 0.7), Auto())
     assert solution.status is Status.FITS
     assert "pip install ortools" in solution.plan.note
+
+
+def test_a_large_step_gets_more_seconds_and_never_more_than_the_problem_allows(monkeypatch):
+    limits = []
+
+    def plan(_self, problem):
+        limits.append(problem.time_limit_s)
+        return Plan(note="ilp: nothing")
+
+    monkeypatch.setattr(Ilp, "plan", plan)
+    for graph, limit_s in ((chain(3), 60.0), (resnet_like((3, 8, 36, 3), ops_per_update=16), 60.0), (chain(3), 2.0)):
+        Auto().plan(Problem(graph=graph, budget_bytes=1, time_limit_s=limit_s))
+    small, large, short = limits
+    assert (small, short) == (5.0, 2.0)
+    assert 5.0 < large < 10.0
 
 
 def test_no_time_is_refused():
