@@ -248,6 +248,8 @@ DEVICES: Mapping[str, Device] = {d.name: d for d in sorted(_KNOWN, key=lambda d:
 def device(name_or_path: str) -> Device:
     """A known device by name, in any case, with or without its dashes; or the user's own, by a TOML file.
 
+    "cpu" is the CPU at hand, by a benchmark of some seconds.
+
     The file holds datasheet figures under names that carry their units. Four are needed::
 
         name = "my card"
@@ -263,10 +265,15 @@ def device(name_or_path: str) -> Device:
     if path.suffix.lower() == ".toml" or path.is_file():
         return _from_file(path)
     wanted = _plain(name_or_path)
+    if wanted == "cpu":
+        from profiler import calibration  # it needs this module
+
+        return calibration.calibrated_cpu()
     found = next((d for d in DEVICES.values() if _plain(d.name) == wanted), None)
     if found is None:
         raise DeviceError(
-            f"unknown device {name_or_path!r}: there are {', '.join(DEVICES)}; your own goes by a file, my_card.toml"
+            f"unknown device {name_or_path!r}: there are {', '.join(DEVICES)} and cpu; "
+            "your own goes by a file, my_card.toml"
         )
     return found
 
