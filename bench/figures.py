@@ -342,7 +342,7 @@ def _stack(axes: Any, x: float, by_role: dict[str, int], roles: Sequence[Role], 
 def reduction_label(row: dict[str, Any]) -> str:
     """What is written on the planned bar: by how much it is lower, or that no plan fits."""
     if row["status"] != "fits":
-        return str(row["status"])
+        return str(row["status"]).replace(" ", "\n")  # as wide as the bar
     less = 1 - sum(row["by_role_planned"].values()) / sum(row["by_role_eager"].values())
     return "same" if round(100 * less) == 0 else f"{-less:+.0%}".replace("-", "\N{MINUS SIGN}")
 
@@ -370,7 +370,7 @@ def draw_batch_latency(path: Path, rows: Sequence[dict[str, Any]], *, title: str
 def latency_label(row: dict[str, Any]) -> str:
     """What is written on the planned bar: its ratio to the plain step, or why there is none."""
     if row["status"] != "fits":
-        return str(row["status"])
+        return str(row["status"]).replace(" ", "\n")  # as wide as the bar
     if row["eager_s"] is None or row["planned_s"] is None:
         return "not timed"
     return f"{row['planned_s'] / row['eager_s']:.2f}x"

@@ -70,10 +70,10 @@ def test_batch_figures_are_drawn_with_rows_that_have_no_plan_or_no_time(tmp_path
 def test_the_labels_on_planned_bars_say_the_reduction_the_ratio_or_why_there_is_none():
     assert figures.reduction_label(batch_row(4)) == "\N{MINUS SIGN}25%"
     assert figures.reduction_label(batch_row(4, by_role_planned={"param": 40})) == "same"
-    assert figures.reduction_label(batch_row(4, status="over budget")) == "over budget"
+    assert figures.reduction_label(batch_row(4, status="over budget")) == "over\nbudget"
     assert figures.latency_label(batch_row(4)) == "1.10x"
     assert figures.latency_label(batch_row(4, planned_s=None)) == "not timed"
-    assert figures.latency_label(batch_row(4, status="no plan")) == "no plan"
+    assert figures.latency_label(batch_row(4, status="no plan")) == "no\nplan"
 
 
 def test_the_pipeline_is_drawn_with_every_stage(tmp_path):
