@@ -364,12 +364,9 @@ class _Question:
         unplanned = largest(lambda b: self._fits(b, self.book.unplanned))
         reference = max(self.batch, 2 * unplanned)
         graph = self.step.graph(reference)
-        for budget in BUDGETS:
-            self.tell(f"planning batch {reference} at {budget} of its memory")
-            points = pareto(graph, [budget], time_limit_s=self.time_limit_s)
-            self.book.add(lower(graph, point.plan) for point in points if point.plan is not None)
-            if points[-1].impossible:
-                break
+        self.tell(f"planning batch {reference} at {len(BUDGETS)} budgets")
+        points = pareto(graph, BUDGETS, time_limit_s=self.time_limit_s)
+        self.book.add(lower(graph, point.plan) for point in points if point.plan is not None)
 
     def _fits(self, batch: int, schedule: Schedule) -> bool:
         return self.step.option(batch, schedule).peak_bytes <= self.device.usable_bytes
@@ -386,8 +383,10 @@ class _Question:
     def _largest_within(self, limit: float | None) -> Largest:
         budget = self.device.usable_bytes
 
+        book = Book(self.book.unplanned) if limit == 0 else self.book
+
         def within(batch: int) -> Option | None:
-            found = self.book.best(self.step, batch, budget)
+            found = book.best(self.step, batch, budget)
             return found if found is not None and (limit is None or found.overhead <= limit) else None
 
         batch = largest(lambda b: within(b) is not None)

@@ -49,7 +49,7 @@ def _asked(spec: WorkloadSpec, device: Device, *, time_limit_s: float, without_m
         return spec.at_batch(batch).make()
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("making the model", total=None)
         tell: Tell = lambda text: bar.update(task, description=text)  # noqa: E731 - a name for the type checker
         return fit(

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.nn import init
 
 from profiler.errors import CaptureError, explain
 from profiler.swapping import generators_kept
@@ -17,8 +18,26 @@ from profiler.swapping import generators_kept
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Every tensor made inside is a fake one on its device; the random generators are as before afterwards."""
-    with generators_kept(), FakeTensorMode(allow_non_fake_inputs=True):
+    with generators_kept(), _no_initial_values(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+@contextmanager
+def _no_initial_values() -> Iterator[None]:
+    """The functions of torch.nn.init do nothing: there is nothing to fill, and some of them read what they filled."""
+    public = {name: value for name, value in vars(init).items() if not name.startswith("_")}
+    saved = {name: value for name, value in public.items() if name.endswith("_") and callable(value)}
+
+    def untouched(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor
+
+    try:
+        for name in saved:
+            setattr(init, name, untouched)
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(init, name, function)
 
 
 def made_without_memory(make: Callable[[int], Any], batch_size: int) -> Any:

@@ -177,7 +177,7 @@ def test_what_adds_in_no_fixed_order_on_a_gpu_is_not_recomputed():
         def forward(self, x):
             return self.inner(x).cumsum(1).sigmoid()
 
-    (op,) = [op for op in captured(Sums).graph.ops if op.target == "aten.cumsum.default"]
+    op = next(op for op in captured(Sums).graph.ops if op.target == "aten.cumsum.default")
     assert (op.rerun, op.never_reason) == (Rerun.NEVER, "adds in no fixed order on a GPU")
 
 
