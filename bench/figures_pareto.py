@@ -56,8 +56,8 @@ def draw_trade_off(path: Path, found: TradeOff) -> None:
         left, right = _range(found, lines)
         top = 112 * max([overhead for line in lines.values() for _, overhead in line], default=0.0) or 1.0
         axes.set(xlim=(left / size, right / size), ylim=(0, top), ylabel="extra time of the step (%)")
-        axes.set_xlabel(f"peak memory ({unit})")
-        axes.set_title(f"{found.graph}: what less memory costs, times {found.times}", loc="left")
+        axes.set_xlabel(f"peak memory ({unit}); times {found.times}")
+        axes.set_title(f"{found.graph}: the time that less memory costs", loc="left")
         for name in proving:
             _shade(axes, found.of(name), name, size)
         _draw_lines(axes, lines, proving, size)
