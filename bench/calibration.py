@@ -80,11 +80,11 @@ def print_device(device: Device) -> None:
         (
             kind.value,
             f"{share:.2f}",
-            f"{device.workspaces[kind].share:.2f}" if kind in device.workspaces else "-",
+            f"{device.workspaces[kind].share:.2f}",
         )
         for kind, share in device.share_by_kind.items()
     ]
-    print_table("Share of the plain rates by kind", ("kind", "share", "workspace, in largest tensors"), cells)
+    print_table("Share of the plain rates by kind", ("kind", "share", "workspace to what it reads or makes"), cells)
 
 
 # -- one model ------------------------------------------------------------------------------------------------------

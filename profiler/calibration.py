@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the field's own name for it
 
 from profiler.capture import TracedStep, capture
-from profiler.cost import estimated, is_view, largest_bytes
+from profiler.cost import estimated, is_view, side_bytes
 from profiler.devices import Device, Workspace
 from profiler.kinds import OpKind, kind_of
 from profiler.measure import Measured, measure
@@ -121,9 +121,7 @@ def with_kinds(plain: Device, steps: Sequence[Measured]) -> Device:
             continue
         expected, taken = sum(s.expected_us for s in ours), sum(s.taken_us for s in ours)
         shares[kind] = max(LEAST_SHARE, expected / taken) if taken > 0 and expected > 0 else 1.0
-        share = max(s.workspace_share for s in ours)
-        if share > 0:
-            workspaces[kind] = Workspace(share=share)
+        workspaces[kind] = Workspace(share=_workspace_share(ours))
     return replace(plain, share_by_kind=shares, workspaces=workspaces)
 
 
@@ -134,7 +132,14 @@ class _Sample:
     kind: OpKind
     expected_us: float
     taken_us: float
-    workspace_share: float
+    side_bytes: int
+    workspace_bytes: int
+
+
+def _workspace_share(samples: Sequence[_Sample]) -> float:
+    """The largest share that one of the larger ops used: scalars beside small ones say nothing of them."""
+    largest = max(s.side_bytes for s in samples)
+    return max(s.workspace_bytes / max(1, s.side_bytes) for s in samples if 2 * s.side_bytes >= largest)
 
 
 def _samples(measured: Measured, plain: Device) -> list[_Sample]:
@@ -147,7 +152,8 @@ def _samples(measured: Measured, plain: Device) -> list[_Sample]:
             kind=kind_of(step.nodes[op.id]),
             expected_us=whole[op.id].time_us - besides[op.id].time_us,
             taken_us=op.time_us - besides[op.id].time_us,
-            workspace_share=op.workspace_bytes / max(1, largest_bytes(step.nodes[op.id])),
+            side_bytes=side_bytes(step.nodes[op.id]),
+            workspace_bytes=op.workspace_bytes,
         )
         for op in graph.ops
         if not is_view(graph, op)

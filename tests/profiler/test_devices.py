@@ -119,7 +119,7 @@ def test_cuda_rounds_tensors_to_blocks_of_512_bytes(nbytes, rounded):
     assert DEVICES["T4"].rounded(nbytes) == rounded
 
 
-def test_a_workspace_is_a_number_of_bytes_and_a_share_of_the_largest_tensor():
+def test_a_workspace_is_a_number_of_bytes_and_a_share_of_what_an_op_reads_or_makes():
     assert Workspace(fixed_bytes=10, share=0.5).nbytes(101) == 10 + 51
 
 
