@@ -38,7 +38,7 @@ def compare_model(
     if json_file is not None:
         save_rows(json_file, command=command_line(), rows=rows)
     for path in _draw(out, found, budgets):
-        console.print(f"figure: {path}")
+        console.print(f"written: {path}")
     return found
 
 
