@@ -42,7 +42,7 @@ def compare_model(
             _save(json_file, [*rows, *others])  # a peer takes minutes: what is there stays
         print_peers(spec.plain, others, pairs=pairs)
     for path in _draw(out, found, budgets):
-        console.print(f"figure: {path}")
+        console.print(f"written: {path}")
     return found
 
 

@@ -325,6 +325,8 @@ def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) 
         handles = [Patch(color=ROLE_COLORS[role], label=ROLE_NAMES[role]) for role in reversed(roles)]
         if not all(row["measured"] for row in rows):
             handles.append(Patch(facecolor="white", edgecolor="#555555", hatch="///", label="predicted, not run"))
+        if any(row["status"] != "fits" for row in rows):
+            handles.append(Patch(color="#dddddd", label="pale: smallest peak found"))
         axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 

@@ -254,4 +254,4 @@ def _planned_peak(row: dict[str, Any]) -> str:
     planned, smallest = row["planned_peak_bytes"], row["smallest_peak_bytes"]
     if row["status"] == Status.FITS.value:
         return "-" if planned is None else human_bytes(planned)
-    return row["status"] if smallest is None else f"{row['status']}: at least {human_bytes(smallest)}"
+    return row["status"] if smallest is None else f"{row['status']}: smallest found {human_bytes(smallest)}"

@@ -196,7 +196,7 @@ def test_a_row_over_budget_says_so_with_the_smallest_peak_found(tmp_path, capsys
     assert (row["planned_peak_bytes"], row["planned_s"]) == (None, None)
     assert row["smallest_peak_bytes"] > row["budget_bytes"]
     cells = sweep_cells(row)
-    assert cells[2].startswith("over budget: at least ")
+    assert cells[2].startswith("over budget: smallest found ")
     assert cells[3] == "-"
     assert (figures.reduction_label(row), figures.latency_label(row)) == ("over\nbudget", "over\nbudget")
     assert "batch 6: smallest peak found" in said(capsys)
