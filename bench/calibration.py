@@ -65,7 +65,8 @@ def run_calibration(
         if out is not None:
             command = f"python -m bench calibrate --strategy {','.join(strategies)} --budget {','.join(budgets)}"
             save_rows(out, command=command, rows=rows)
-            figures.draw_estimates(out.with_suffix(".png"), panels, title="Op times: estimated against measured")
+            title = f"Op times estimated for {device.name}, against those measured on it"
+            figures.draw_estimates(out.with_suffix(".png"), panels, title=title)
     return rows
 
 
