@@ -37,7 +37,10 @@ from strategies.pareto import pareto
 # How much longer than the unplanned step a planned one may take.
 LIMITS = (0.05, 0.10, 0.30)
 # Shares of what the step adds to memory at which plans are made.
-BUDGETS = tuple(f"{percent}%" for percent in (90, 80, 70, 60, 50, 40, 30, 20, 10))
+BUDGETS = tuple(f"{percent}%" for percent in (85, 70, 55, 40, 25, 10))
+# More plans for each limit, at batches between the largest found and the next limit's.
+REFINEMENTS = 3
+WORTH_TRYING = 0.02  # of a batch: less than this is not searched for
 # No batch above this is looked for.
 LARGEST_BATCH = 2**20
 
@@ -151,16 +154,16 @@ class FitReport:
     def verdict(self) -> str:
         """One sentence."""
         need, have = human_bytes(self.unplanned.peak_bytes), human_bytes(self.usable_bytes)
-        where = f"{self.name} on {self.device} (estimated)"
+        where = f"{self.name} on {self.device} (estimated): it needs {need}, and there are {have} for tensors"
         if self.fits:
-            return f"Yes: {where} needs {need} of {have}, without a plan."
+            return f"Yes: {where}."
         if self.planned is not None:
             peak, more = human_bytes(self.planned.peak_bytes), f"{self.planned.overhead:.1%}"
-            near = "" if self.gap is None else f", within {self.gap:.1%} of the least recomputation possible"
-            return f"Yes, with a plan: {where} needs {need} of {have}, planned {peak} for {more} more time{near}."
+            near = "" if self.gap is None else f" (within {self.gap:.1%} of the optimum)"
+            return f"Yes, with a plan: {where}; planned it needs {peak} and {more} more time{near}."
         if self.floor_bytes > self.usable_bytes:
-            return f"No: {where} needs {human_bytes(self.floor_bytes)} under any plan, and there are {have}."
-        return f"Not found: {where} needs {need} of {have}; no plan was found, and none is ruled out."
+            return f"No: {where}; under any plan it needs at least {human_bytes(self.floor_bytes)}."
+        return f"Not found: {where}; no plan was found that fits, and none is ruled out."
 
     def data(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -286,10 +289,11 @@ class _Question:
         asked = simulate(step.graph(self.batch), self.book.unplanned)
         asked_floor = floor(step.graph(self.batch))
         solution = self._plan_asked(asked)
+        self.largest_possible = largest(lambda b: not self._cannot_fit(step, b))
         self._fill_book()
-        planned = None if asked.peak_bytes <= budget else self.book.best(step, self.batch, budget)
         by_limit = self._largest()
         gpus = self._gpus()
+        planned = None if asked.peak_bytes <= budget else self.book.best(step, self.batch, budget)
         batches = self._interesting(by_limit)
         budgets = self._budgets()
         return FitReport(
@@ -306,7 +310,7 @@ class _Question:
             planned=planned,
             gap=_gap(solution, planned),
             largest=by_limit,
-            largest_possible=largest(lambda b: floor(step.graph(b)).nbytes <= budget),
+            largest_possible=self.largest_possible,
             gpus=gpus,
             batches=tuple(o for b in batches if (o := self.book.best(step, b, budget)) is not None),
             budgets_bytes=budgets,
@@ -377,12 +381,32 @@ class _Question:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def _largest(self) -> tuple[Largest, ...]:
-        self.tell("searching the largest batches")
-        return tuple(self._largest_within(limit) for limit in (0.0, *LIMITS, None))
+        """For each limit on the extra time, from none at all to any."""
+        limits = (0.0, *LIMITS, None)
+        for position in range(len(limits) - 1, 0, -1):
+            self._refine(limits[position], self._ceiling(limits[position + 1 :]))
+        return tuple(self._largest_within(limit) for limit in limits)
+
+    def _ceiling(self, dearer: Sequence[float | None]) -> int:
+        """A batch that need not be tried: more than what dearer limits allow, or than any plan can."""
+        found = self._largest_within(dearer[0]).found if dearer else None
+        return self.largest_possible + 1 if found is None else found.batch + 1
+
+    def _refine(self, limit: float | None, ceiling: int) -> None:
+        """Plans for batches above the largest found, closing in on the largest there is."""
+        for _ in range(REFINEMENTS):
+            found = self._largest_within(limit).found
+            low = 0 if found is None else found.batch
+            middle = (low + ceiling) // 2
+            if middle <= low or middle - low < low * WORTH_TRYING:
+                return
+            self.tell(f"planning batch {middle} for {self.device.name}")
+            self._plan(self.step, middle, time_limit_s=self.time_limit_s)
+            if self._largest_within(limit).found in (None, found):
+                ceiling = middle
 
     def _largest_within(self, limit: float | None) -> Largest:
         budget = self.device.usable_bytes
-
         book = Book(self.book.unplanned) if limit == 0 else self.book
 
         def within(batch: int) -> Option | None:
@@ -430,12 +454,11 @@ class _Question:
         return tuple(sorted({*powers[-6:], *found, self.batch}))
 
     def _budgets(self) -> tuple[tuple[str, int], ...]:
-        """Memory sizes for the table: those of the known devices, each once."""
-        sizes: dict[int, list[str]] = {}
-        for device in DEVICES.values():
-            sizes.setdefault(round(device.memory_bytes / 2**30), []).append(device.name)
-        usable = {gib: min(DEVICES[name].usable_bytes for name in names) for gib, names in sizes.items()}
-        return tuple((f"{gib} GiB", usable[gib]) for gib in sorted(usable))
+        """Memory sizes for the table: what the known devices have for tensors, each once."""
+        names: dict[int, str] = {}
+        for device in (self.device, *DEVICES.values()):
+            names.setdefault(device.usable_bytes, device.name)
+        return tuple((names[size], size) for size in sorted(names))
 
     def _overhead(self, batch: int, budget_bytes: int) -> float | None:
         found = self.book.best(self.step, batch, budget_bytes)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.figures import draw_throughput
+from bench.figures import ROLE_NAMES, draw_throughput
 from bench.fit import FitReport, GpuRow, Largest, Option, Tell, fit
 from bench.models import Workload
 from bench.report import console, print_table
 from bench.workloads import WorkloadSpec
+from planner.ir import Role
 from planner.units import human_bytes
 from profiler.devices import Device
 from profiler.devices import device as find_device
@@ -72,7 +73,7 @@ def print_fit(report: FitReport) -> None:
         f"Largest batches, {for_device}",
         ("extra time allowed", "largest batch", "peak", "extra time", "samples/s"),
         [largest_cells(row) for row in report.largest],
-        caption=f"No plan can train a batch above {report.largest_possible}: what cannot be dropped is too large then.",
+        caption=f"No plan can train more than {report.largest_possible}: what cannot be dropped does not fit then.",
     )
     print_table(
         f"Batches on {report.device}: the fastest way found, {for_device}",
@@ -86,15 +87,15 @@ def print_fit(report: FitReport) -> None:
     )
     print_table(
         f"Extra time by batch and memory, {for_device}",
-        ("batch", *(name for name, _ in report.budgets_bytes)),
+        ("batch", *(f"{human_bytes(size)} ({name})" for name, size in report.budgets_bytes)),
         [(str(b), *("-" if o is None else f"{o:.1%}" for o in row)) for b, row in report.overheads],
-        caption="-: no plan found. The memory is that of cards so large, less what tensors cannot have of it.",
+        caption=f"-: no plan found. What tensors can have on the cards named, at the speed of {report.device}.",
     )
     _print_how(report)
 
 
 def _print_peak(report: FitReport, for_device: str) -> None:
-    roles = ", ".join(f"{role} {human_bytes(nbytes)}" for role, nbytes in report.by_role)
+    roles = ", ".join(f"{ROLE_NAMES[Role(role)]} {human_bytes(nbytes)}" for role, nbytes in report.by_role)
     console.print(
         f"Unplanned peak {human_bytes(report.unplanned.peak_bytes)} = {roles} ({for_device}; "
         f"{human_bytes(report.start_bytes)} are there before the step).\nUnder any plan at least {report.floor}.",

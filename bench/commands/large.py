@@ -14,7 +14,7 @@ HELP = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    parser.add_argument("--time-limit", type=float, default=50.0, help="seconds for each plan (default 50)")
+    parser.add_argument("--time-limit", type=float, default=45.0, help="seconds for each plan (default 45)")
     add_rows_out(parser)
 
 

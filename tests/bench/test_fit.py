@@ -22,7 +22,8 @@ from profiler.cost import estimated
 from profiler.devices import DEVICES, Device
 from profiler.targets import Target
 
-WIDTH, DEPTH = 64, 6
+WIDTH, DEPTH = 64, 4
+QUICK_S = 0.2
 
 
 def classify(model, optimizer, batch):
@@ -76,7 +77,7 @@ def unplanned_peak():
 @pytest.fixture(scope="module")
 def tight(unplanned_peak):
     """A card on which batch 64 needs a plan."""
-    return fit(make, card(int(0.8 * unplanned_peak)), batch=64, name="tower", time_limit_s=1.0)
+    return fit(make, card(int(0.8 * unplanned_peak)), batch=64, name="tower", time_limit_s=QUICK_S)
 
 
 # -- other batch sizes ---------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ def test_blocks_are_rounded_after_scaling():
 
 
 def test_a_step_that_is_not_affine_says_so():
-    report = fit(pairs, card(2**30), batch=4, time_limit_s=1.0)
+    report = fit(pairs, card(2**30), batch=4, time_limit_s=QUICK_S)
     assert "NOT exact: at batch 13" in str(report.scaled)
 
 
@@ -112,7 +113,7 @@ def test_the_largest_batch_is_found(most):
 
 
 def test_a_batch_that_fits_is_told_so_without_a_plan(unplanned_peak):
-    report = fit(make, card(unplanned_peak), batch=64, name="tower", time_limit_s=1.0)
+    report = fit(make, card(unplanned_peak), batch=64, name="tower", time_limit_s=QUICK_S)
     assert report.fits
     assert report.planned is None
     assert report.verdict.startswith("Yes: tower at batch 64 on a card of")
@@ -130,7 +131,7 @@ def test_a_batch_that_needs_a_plan_is_told_its_cost(tight):
 
 
 def test_a_batch_that_no_plan_can_help_is_told_why():
-    report = fit(make, card(100_000), batch=64, name="tower", time_limit_s=1.0)
+    report = fit(make, card(100_000), batch=64, name="tower", time_limit_s=QUICK_S)
     assert (report.fits, report.planned, report.gap) == (False, None, None)
     assert report.verdict.startswith("No: tower at batch 64")
     assert human_bytes(report.floor_bytes) in report.verdict
@@ -182,7 +183,7 @@ def test_what_was_replaced_and_what_is_unknown_is_listed(tight):
 
 
 def test_real_tensors_give_the_same_report(tight):
-    real = fit(make, card(tight.usable_bytes), batch=64, name="tower", time_limit_s=1.0, without_memory=False)
+    real = fit(make, card(tight.usable_bytes), batch=64, name="tower", time_limit_s=QUICK_S, without_memory=False)
     assert (real.unplanned, real.by_role, real.largest[0]) == (tight.unplanned, tight.by_role, tight.largest[0])
 
 
@@ -208,7 +209,7 @@ def test_a_step_that_cannot_be_captured_names_the_batch():
 def test_ones_own_step_by_import(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text("from tests.bench.test_fit import make\n")
     monkeypatch.chdir(tmp_path)
-    arguments = ["fit", "--import", "mine:make", "--gpu", "t4", "--batch", "64", "--time-limit", "1"]
+    arguments = ["fit", "--import", "mine:make", "--gpu", "t4", "--batch", "64", "--time-limit", str(QUICK_S)]
     assert main([*arguments, "--json", "fit.json", "--out", "figures"]) == 0
     assert capsys.readouterr().out.startswith("Yes: mine:make at batch 64 on T4")
     assert json.loads((tmp_path / "fit.json").read_text())["fits"] is True
@@ -222,7 +223,15 @@ def test_an_unknown_card_is_told_with_those_there_are(capsys):
 
 def test_large_rows_are_shown_whole():
     row = dict.fromkeys(("planned_peak_bytes", "overhead", "gap"))
-    row |= {"model": "m", "device": "T4", "ops": 5, "parameters": 10**6, "capture_s": 1.0, "unplanned_peak_bytes": 9}
+    row |= {
+        "model": "m",
+        "device": "T4",
+        "ops": 5,
+        "parameters": 10**6,
+        "capture_s": 1.0,
+        "capture_cpu_s": 1.0,
+        "unplanned_peak_bytes": 9,
+    }
     row |= {"budget": "50%", "status": "no plan", "plan_s": 1.0, "process_bytes": 2**30}
     assert len(large_cells(row)) == len(COLUMNS)
     assert large_cells(row)[-6:] == ("-", "-", "-", "1.0", "1.00 GiB", "T4")
