@@ -22,7 +22,8 @@ from bench.results import save_rows
 from bench.timing import clock_for, spread
 from bench.workloads import WorkloadSpec
 from planner.errors import PlannerError
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.units import human_bytes
 from profiler.capture import capture

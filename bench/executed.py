@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from planner.ir import Graph, Op, Phase
-from planner.plan import Free, Run, RunKind, Schedule
+from planner.schedule import Free, Run, RunKind, Schedule
 from planner.units import human_bytes
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from bench.lifelines import Lifeline
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, Run, RunKind, Schedule, lower
+from planner.plan import Plan
+from planner.schedule import Run, RunKind, Schedule, lower
 from planner.simulator import Timeline, bytes_by_role, simulate
 from planner.units import human_bytes
 

@@ -21,8 +21,9 @@ from bench.models import Workload
 from planner.errors import PlannerError
 from planner.floor import floor
 from planner.ir import Graph
-from planner.plan import Plan, Schedule, lower
+from planner.plan import Plan
 from planner.scaling import Scaling
+from planner.schedule import Schedule, lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes

@@ -21,7 +21,8 @@ from bench.report import console, print_table
 from bench.results import save_rows
 from bench.workloads import WorkloadSpec
 from planner.errors import PlannerError
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, solve
 from planner.units import human_bytes, parse_budget

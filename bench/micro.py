@@ -11,7 +11,8 @@ from rich.progress import Progress
 from bench.report import console, print_table
 from bench.synthetic import resnet_like
 from planner.ir import Graph
-from planner.plan import candidates, lower, recompute_once
+from planner.plan import candidates, recompute_once
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem
 from strategies import make

@@ -11,7 +11,8 @@ from bench import figures
 from bench.executed import Executed, Kind, executed, freed_names, sequence_text
 from bench.lifelines import lifelines, plan_text
 from planner.ir import Graph
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.solve import Solution
 from planner.units import human_bytes
 

@@ -12,7 +12,8 @@ from bench import figures
 from bench.report import console, print_table
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, candidates, lower, recomputation
+from planner.plan import Plan, candidates, recomputation
+from planner.schedule import lower
 from planner.simulator import Timeline, simulate
 from planner.units import human_bytes
 from profiler.capture import capture

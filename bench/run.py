@@ -16,7 +16,8 @@ from bench.models import Workload
 from bench.report import console
 from bench.timing import clock_for, spread
 from bench.workloads import WorkloadSpec
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget

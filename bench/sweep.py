@@ -22,7 +22,8 @@ from bench.results import command_line, resumed_rows, save_rows
 from bench.run import run_comparison
 from bench.workloads import WorkloadSpec, find_device
 from planner.ir import Graph, Timing, TimingKind
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, Run, RunKind, Schedule, candidates, cannot_drop, recomputation, temporaries
+from planner.plan import Plan, candidates, cannot_drop, recomputation, temporaries
+from planner.schedule import Run, RunKind, Schedule
 from planner.units import human_bytes
 
 

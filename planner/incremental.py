@@ -19,12 +19,12 @@ from planner.plan import (
     Plan,
     candidates,
     idle_after,
-    overwritten,
     recompute_once,
     rerun_reads,
     rerun_stages,
     temporaries,
 )
+from planner.schedule import overwritten
 
 NONE = -1
 

@@ -106,7 +106,7 @@ class Op:
     """One operation at one place of the step's execution order.
 
     `mutates` are the inputs it writes to. `overwritable` are the inputs whose memory an in-place form of it
-    could write its only output to, wherever the schedule finds them dead (see `planner.plan.lower`).
+    could write its only output to, wherever the schedule finds them dead (see `planner.schedule.lower`).
     `rng_state` is the storage that holds the saved generator state of a REPLAY_RNG op.
     """
 

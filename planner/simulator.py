@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.ir import Graph, Op, Role
-from planner.plan import Free, Run, RunKind, Schedule, rerun_reads
+from planner.plan import rerun_reads
+from planner.schedule import Free, Run, RunKind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

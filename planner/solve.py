@@ -13,7 +13,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 from planner.errors import NoPlan, PlanError
 from planner.explain import Decision, explain
 from planner.ir import Graph
-from planner.plan import BoundClass, Plan, Schedule, candidates, lower
+from planner.plan import BoundClass, Plan, candidates
+from planner.schedule import Schedule, lower
 from planner.simulator import Timeline, simulate
 from planner.units import human_bytes, parse_budget
 

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.ir import Graph, Op, Timing, TimingKind
-from planner.plan import Plan, Run, lower
+from planner.plan import Plan
+from planner.schedule import Run, lower
 from profiler.capture import TracedStep
 from profiler.devices import A100, Device, Workspace
 from profiler.kinds import LOOKUPS, kind_of

@@ -17,7 +17,8 @@ from rich.progress import Progress
 from torch import Tensor, fx
 
 from planner.ir import Graph, Rerun, Timing, TimingKind
-from planner.plan import Plan, Run, Schedule, lower
+from planner.plan import Plan
+from planner.schedule import Run, Schedule, lower
 from profiler.capture import TracedStep
 from profiler.convention import below_autograd
 from profiler.keeping import state_kept

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from planner.ir import Op, Rerun
-from planner.plan import Free, Run, RunKind, Schedule
+from planner.schedule import Free, Run, RunKind, Schedule
 from profiler.capture import TracedStep
 from profiler.ops import inplace_call, without_side_effect
 from rewriter.replay import ReplayingRng, SavingRng

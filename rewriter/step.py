@@ -17,7 +17,8 @@ from planner.errors import BudgetError, FileFormatError, PlannerError
 from planner.explain import Decision
 from planner.floor import floor
 from planner.ir import Graph
-from planner.plan import Plan, Schedule, lower
+from planner.plan import Plan
+from planner.schedule import Schedule, lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
 from planner.units import human_bytes, parse_budget

@@ -22,7 +22,8 @@ import pytest
 
 from planner.errors import NoPlan
 from planner.ir import Graph, Op, Phase, Rerun, Role, Storage, Value
-from planner.plan import Plan, Run, cannot_drop, lower
+from planner.plan import Plan, cannot_drop
+from planner.schedule import Run, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, Strategy, solve
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 from planner.ir import Graph, Rerun
-from planner.plan import Free, Plan, Run, RunKind, Schedule, candidates, lower, recompute_once
+from planner.plan import Plan, candidates, recompute_once
+from planner.schedule import Free, Run, RunKind, Schedule, lower
 
 
 def naive_bytes(graph: Graph, schedule: Schedule) -> list[int]:

@@ -17,7 +17,8 @@ from bench.commands.options import (
 )
 from planner.errors import NoPlan
 from planner.ir import Graph
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, solve_if_needed
 from planner.units import parse_budget

@@ -9,7 +9,8 @@ from bench.sweep import fits_machine
 from bench.synthetic import residual_tower
 from bench.timing import Clock, spread
 from bench.workloads import WorkloadError, WorkloadSpec, find_device, moved
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 
 

@@ -5,7 +5,8 @@ import pytest
 from bench import figures, pipeline
 from bench.synthetic import residual_tower, transformer
 from planner.ir import Phase
-from planner.plan import Plan, candidates, lower, recompute_once
+from planner.plan import Plan, candidates, recompute_once
+from planner.schedule import lower
 from planner.simulator import simulate
 
 

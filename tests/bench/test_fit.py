@@ -13,8 +13,9 @@ from bench.fit import FitError, Option, SizedStep, fit, largest
 from bench.fit_show import print_fit
 from bench.large import COLUMNS, large_cells
 from bench.models import resnet18
-from planner.plan import Plan, lower
+from planner.plan import Plan
 from planner.scaling import Scaling
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.units import human_bytes
 from profiler.capture import capture, capture_without_memory

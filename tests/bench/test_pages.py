@@ -16,7 +16,8 @@ from bench.executed import Kind, executed
 from bench.lifelines import Fate, lifelines
 from bench.pages import dot, edges, page
 from bench.synthetic import residual_tower, transformer
-from planner.plan import Free, Plan, Run, RunKind, candidates, lower, recompute_once
+from planner.plan import Plan, candidates, recompute_once
+from planner.schedule import Free, Run, RunKind, lower
 from planner.solve import Problem, solve
 
 ROOT = Path(__file__).parents[2]

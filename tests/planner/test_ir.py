@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from bench.synthetic import Builder, accumulation, chain, residual_tower
 from planner.errors import FileFormatError, GraphError
 from planner.ir import Graph, Op, Phase, Rerun, Role, Timing, TimingKind
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 from tests.graphs import networks
 

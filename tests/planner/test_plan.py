@@ -18,17 +18,15 @@ from planner.plan import (
     BoundClass,
     Eviction,
     Plan,
-    Run,
-    RunKind,
     candidates,
     cannot_drop,
-    lower,
     recompute_each_time,
     recompute_once,
     temporaries,
     with_bound,
     write_csv,
 )
+from planner.schedule import Run, RunKind, lower
 from planner.simulator import simulate
 from tests.graphs import networks_with_drops
 from tests.small import (

@@ -7,17 +7,8 @@ from hypothesis import strategies as st
 from planner.errors import PlanError
 from planner.incremental import Incremental
 from planner.ir import Graph, Rerun
-from planner.plan import (
-    Eviction,
-    Plan,
-    Run,
-    RunKind,
-    candidates,
-    lower,
-    recompute_each_time,
-    recompute_once,
-    temporaries,
-)
+from planner.plan import Eviction, Plan, candidates, recompute_each_time, recompute_once, temporaries
+from planner.schedule import Run, RunKind, lower
 from planner.simulator import bytes_by_role, simulate
 from tests.graphs import networks, networks_with_drops
 from tests.reference import Execution, naive_bytes, unplanned

@@ -13,7 +13,8 @@ import strategies
 from bench.synthetic import accumulation, chain, residual_tower, transformer, unet
 from planner.errors import BudgetError, NoPlan, PlanError
 from planner.ir import Graph, Timing, TimingKind
-from planner.plan import BoundClass, Plan, Run, candidates, lower, with_bound
+from planner.plan import BoundClass, Plan, candidates, with_bound
+from planner.schedule import Run, lower
 from planner.simulator import simulate
 from planner.solve import COLUMNS, Problem, Row, Solution, Status, Strategy, cells, compare, solve, table
 from tests.small import block, eviction, golden, names, read_twice

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from bench.models import bert, gpt2, resnet18, vit
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 from profiler import CaptureError, capture, capture_without_memory, measure
 from profiler.fake import without_memory

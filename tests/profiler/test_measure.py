@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import models
 from planner.ir import Rerun, TimingKind
-from planner.plan import Plan, Run, lower
+from planner.plan import Plan
+from planner.schedule import Run, lower
 from planner.simulator import simulate
 from profiler.capture import capture
 from profiler.keeping import state_kept

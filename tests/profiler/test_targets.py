@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from planner.ir import Rerun, Role
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from profiler import CaptureError, capture, capture_without_memory
 from profiler.cost import flops
 from profiler.targets import PHILOX_STATE_BYTES, Change, Target

@@ -7,7 +7,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from bench import models
 from planner.ir import Phase, Role
-from planner.plan import Plan, lower
+from planner.plan import Plan
+from planner.schedule import lower
 from planner.simulator import simulate
 from profiler.capture import capture
 from profiler.errors import CaptureError

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 import strategies
 from planner.ir import Graph, Rerun
-from planner.plan import Plan, Run, RunKind, candidates, lower
+from planner.plan import Plan, candidates
+from planner.schedule import Run, RunKind, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, solve
 from profiler.capture import TracedStep, capture

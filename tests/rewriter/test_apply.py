@@ -14,18 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.ir import Phase, Rerun
-from planner.plan import (
-    Eviction,
-    Free,
-    Plan,
-    Run,
-    RunKind,
-    candidates,
-    lower,
-    recompute_each_time,
-    recompute_once,
-    temporaries,
-)
+from planner.plan import Eviction, Plan, candidates, recompute_each_time, recompute_once, temporaries
+from planner.schedule import Free, Run, RunKind, lower
 from planner.simulator import simulate
 from profiler.keeping import state_kept
 from profiler.ops import fresh, inplace_target, without_side_effect

@@ -11,7 +11,8 @@ import pytest
 import strategies
 from planner.errors import NoPlan, PlanError
 from planner.ir import Graph, Rerun
-from planner.plan import BoundClass, Eviction, Plan, candidates, lower, recompute_once, with_bound
+from planner.plan import BoundClass, Eviction, Plan, candidates, recompute_once, with_bound
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Strategy
 from strategies import conformance

@@ -24,7 +24,8 @@ from bench.synthetic import (
 )
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import BoundClass, Plan, candidates, lower, recompute_once, temporaries
+from planner.plan import BoundClass, Plan, candidates, recompute_once, temporaries
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, solve
 from strategies import ilp as ilp_module

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from bench.synthetic import chain, residual_tower, transformer
 from planner.floor import floor
-from planner.plan import lower, recompute_each_time, recompute_once
+from planner.plan import recompute_each_time, recompute_once
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, solve
 from strategies.ilp import Ilp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.synthetic import residual_tower, transformer
-from planner.plan import lower
+from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve
 from strategies.ilp import Ilp

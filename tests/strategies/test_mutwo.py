@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from bench.synthetic import Network, accumulation, residual_tower, transformer, unet
 from planner.ir import Graph
-from planner.plan import Free, Plan, Run, RunKind, candidates, lower, recompute_once
+from planner.plan import Plan, candidates, recompute_once
+from planner.schedule import Free, Run, RunKind, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve
 from strategies.mutwo import MuTwo, _order, curve
