@@ -28,7 +28,7 @@ def compare_model(
     time_limit_s: float,
     out: Path,
     json_file: Path | None,
-    peers: bool,
+    peers: Sequence[str],
 ) -> Comparison:
     """One table of every strategy at every budget, one of what else there is, and a figure of memory per budget."""
     found = run_comparison(spec, strategy_specs, budgets, pairs=pairs, time_limit_s=time_limit_s)
@@ -37,7 +37,7 @@ def compare_model(
     _save(json_file, rows)
     if peers:
         others: list[dict[str, Any]] = []
-        for row in peer_rows(spec.plain, pairs=pairs):
+        for row in peer_rows(spec.plain, peers, pairs=pairs):
             others.append(row)
             _save(json_file, [*rows, *others])  # a peer takes minutes: what is there stays
         print_peers(spec.plain, others, pairs=pairs)

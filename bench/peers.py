@@ -113,8 +113,8 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def peer_rows(spec: WorkloadSpec, *, pairs: int, names: Sequence[str] = tuple(PEERS)) -> Iterator[dict[str, Any]]:
-    """Every peer on one model, as soon as it is measured."""
+def peer_rows(spec: WorkloadSpec, names: Sequence[str], *, pairs: int) -> Iterator[dict[str, Any]]:
+    """Each peer on one model, as soon as it is measured."""
     for name in names:
         with console.status(f"{spec.title}: {name}"):
             row = _in_own_process(spec, name, pairs)

@@ -45,7 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures (default out/)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(
-        "--peers", action="store_true", help="also what users would pick instead, each in a process of its own"
+        "--peers",
+        nargs="?",
+        const="all",
+        metavar="NAMES",
+        help="also what users would pick instead, each in a process of its own; with parts of names and commas, "
+        "'selective,Hugging Face', only these",
     )
     parser.add_argument(
         "--batches", type=batches, help="4,8,16: peak and latency against batch size, for the first strategy and budget"
@@ -116,6 +121,20 @@ def _compare_model(options: argparse.Namespace, specs: list[str], limits: list[s
         time_limit_s=options.time_limit,
         out=options.out,
         json_file=options.json,
-        peers=options.peers,
+        peers=_peers(options.peers),
     )
     return 0
+
+
+def _peers(text: str | None) -> list[str]:
+    """The peers whose names hold one of the pieces; a piece that no name holds is told before any work."""
+    if text is None:
+        return []
+    from bench.peers import PEERS
+
+    if text == "all":
+        return list(PEERS)
+    for piece in split_commas(text):
+        if not any(piece in name for name in PEERS):
+            raise PlannerError(f"no peer has {piece!r} in its name: there are {'; '.join(PEERS)}")
+    return [name for name in PEERS if any(piece in name for piece in split_commas(text))]

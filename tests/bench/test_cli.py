@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import COMMANDS, main
+from bench.commands.compare import _peers
+from bench.peers import PEERS
 from bench.synthetic import residual_tower
 
 ROOT = Path(__file__).parents[2]
@@ -82,3 +84,17 @@ def test_every_command_teaches(capsys):
             main([*command, "--help"])
         assert stopped.value.code == 0
         assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_peers_are_chosen_by_parts_of_their_names():
+    assert _peers(None) == []
+    assert _peers("all") == list(PEERS)
+    assert _peers("selective, Hugging") == [
+        "selective checkpointing, products saved",
+        "Hugging Face gradient checkpointing",
+    ]
+
+
+def test_a_peer_that_is_not_there_is_told_before_any_work(capsys):
+    assert main(["--model", "resnet18", "--peers", "magic"]) == 2
+    assert "no peer has 'magic' in its name" in capsys.readouterr().err
