@@ -16,6 +16,7 @@ COMMANDS = {
     "profile": "what a training step is made of: time, memory, roles",
     "verify": "prove on a step that the planned one does the same arithmetic",
     "accuracy": "predicted memory and time against two independent meters",
+    "calibrate": "estimated op times, and plans made from them, against measured ones",
     "exactness": "models x optimizers x strategies, each compared with eager bit by bit",
     "fit": "will it train on a GPU that is not here, at which batch, at what cost",
     "large": "models too large for this machine: captured, planned, predicted",

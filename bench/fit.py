@@ -10,6 +10,7 @@ them is simulated exactly at every other size: that is how the largest batch is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -340,7 +341,7 @@ class _Question:
 
     def _captured(self, batch: int) -> TracedStep:
         self.tell(f"capturing at batch {batch}")
-        target = Target(name=self.device.name, has_bfloat16=_has_bfloat16(self.device))
+        target = target_for(self.device)
         try:
             if self.fake:
                 return capture_without_memory(self.make, batch, name=self.name, target=target)
@@ -417,7 +418,9 @@ class _Question:
         return Largest(limit=limit, found=within(batch) if batch else None)
 
     def _gpus(self) -> tuple[GpuRow, ...]:
-        """The asked batch on every known device, the smallest first."""
+        """The asked batch on every known device, the smallest first; none where the CPU's kernels were captured."""
+        if target_for(self.device) is None:
+            return ()
         rows = []
         for device in DEVICES.values():
             if _has_bfloat16(device) == _has_bfloat16(self.device) or not self._half_precision:
@@ -472,6 +475,11 @@ def _gap(solution: Solution | None, planned: Option | None) -> float | None:
     bound = solution.plan.lower_bound_us
     recompute_us = planned.step_us * planned.overhead / (1 + planned.overhead)
     return None if bound is None or recompute_us <= 0 else max(0.0, (recompute_us - bound) / recompute_us)
+
+
+def target_for(device: Device) -> Target | None:
+    """Whose kernels to capture; None for the CPU at hand, which gets its memory page by page and runs its own."""
+    return Target(name=device.name, has_bfloat16=_has_bfloat16(device)) if math.isinf(device.new_bytes_per_s) else None
 
 
 def _has_bfloat16(device: Device) -> bool:

@@ -25,19 +25,43 @@ def make_tables(folder: Path = RESULTS) -> list[Path]:
         document = json.loads(source.read_text(encoding="utf-8"))
         columns, rows = maker(document["rows"])
         target = source.with_suffix(".md")
-        target.write_text(_page(source.stem, document, columns, rows), encoding="utf-8")
+        page = _page(source.stem, document, columns, rows) + _further(source, document["rows"])
+        target.write_text(page, encoding="utf-8")
         written.append(target)
     return written
 
 
 def _makers() -> dict[str, Table]:
-    return {"accuracy": _accuracy, "exactness": _exactness, "large": _large, "plans": _plans}
+    return {
+        "accuracy": _accuracy,
+        "calibration": _calibration,
+        "exactness": _exactness,
+        "large": _large,
+        "plans": _plans,
+    }
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
     from bench.accuracy import COLUMNS, accuracy_cells
 
     return COLUMNS, [accuracy_cells(row) for row in rows]
+
+
+def _calibration(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.calibration import COLUMNS, calibration_cells
+
+    return COLUMNS, [calibration_cells(row) for row in rows]
+
+
+def _further(source: Path, rows: list[dict[str, Any]]) -> str:
+    """What stands below the first table: other tables of the same rows, and their figure."""
+    if source.stem != "calibration":
+        return ""
+    from bench.calibration import READING, more_tables
+
+    sections = [f"\n{READING}\n"]
+    sections += [f"\n## {title}\n\n{markdown(columns, cells)}\n" for title, columns, cells in more_tables(rows)]
+    return "".join([*sections, f"\n![estimated against measured op times]({source.stem}.png)\n"])
 
 
 def _exactness(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:

@@ -23,7 +23,7 @@ from profiler.kinds import LOOKUPS, kind_of
 from profiler.ops import base_name, memory_of, overload, tensors_of, written
 
 __all__ = [
-    "A100", "Device", "estimated", "flops", "is_view", "moved_bytes", "op_times_us", "traffic_bytes",
+    "A100", "Device", "estimated", "flops", "is_view", "moved_bytes", "op_times_us", "side_bytes", "traffic_bytes",
     "with_roofline_times",
 ]  # fmt: skip
 
@@ -61,7 +61,7 @@ def _estimated_op(graph: Graph, op: Op, node: fx.Node, device: Device, *, in_pla
     arithmetic_s = flops(node) / device.reached_flops(_input_dtype(node), kind)
     traffic_s = traffic_bytes(node) / device.reached_bytes(kind)
     time_s = max(arithmetic_s, traffic_s) + new_bytes / device.new_bytes_per_s
-    workspace = device.workspaces.get(kind, Workspace()).nbytes(_largest_bytes(node))
+    workspace = device.workspaces.get(kind, Workspace()).nbytes(side_bytes(node))
     return replace(op, time_us=time_s * 1e6 + device.launch_us, workspace_bytes=device.rounded(workspace))
 
 
@@ -76,8 +76,10 @@ def traffic_bytes(node: fx.Node) -> int:
     return sum(read) + max(made, overwritten)
 
 
-def _largest_bytes(node: fx.Node) -> int:
-    return max((_bytes(t) for n in (node, *node.all_input_nodes) for t in tensors_of(n)), default=0)
+def side_bytes(node: fx.Node) -> int:
+    """The larger of both sides of an op, all that it reads or all that it makes: what workspaces are measured by."""
+    read = sum(_bytes(t) for n in node.all_input_nodes for t in tensors_of(n))
+    return max(read, sum(_bytes(t) for t in tensors_of(node)))
 
 
 def _bytes(tensor: Tensor) -> int:

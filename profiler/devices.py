@@ -30,13 +30,13 @@ class DeviceError(PlannerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Scratch memory of an op while it runs: so many bytes, and a share of its largest tensor."""
+    """Scratch memory of an op while it runs: so many bytes, and a share of all that it reads or makes, if larger."""
 
     fixed_bytes: int = 0
     share: float = 0.0
 
-    def nbytes(self, largest_bytes: int) -> int:
-        return self.fixed_bytes + math.ceil(self.share * largest_bytes)
+    def nbytes(self, side_bytes: int) -> int:
+        return self.fixed_bytes + math.ceil(self.share * side_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +121,17 @@ HOPPER_WORKSPACE_BYTES = 32 * MIB
 
 
 def cuda_workspaces(matmul_bytes: int = CUBLAS_WORKSPACE_BYTES) -> dict[OpKind, Workspace]:
-    """cuBLAS as PyTorch sets it up; for cuDNN one copy of the largest tensor in the kernel's own layout; for the
-    backward of fused attention the query's gradient in float32, twice the size of a 16-bit tensor."""
+    """cuBLAS as PyTorch sets it up (it keeps that for the process's life; here each product counts it).
+
+    For cuDNN one copy of all that the convolution reads, or makes, in the kernel's own layout: what oneDNN is seen to
+    use on a CPU. For the backward of fused attention the query's gradient in float32: of the five tensors of 16 bits
+    that it reads, twice the size of one.
+    """
     return {
         OpKind.MATMUL: Workspace(fixed_bytes=matmul_bytes),
         OpKind.CONVOLUTION: Workspace(share=1.0),
         OpKind.CONVOLUTION_BACKWARD: Workspace(share=1.0),
-        OpKind.ATTENTION_BACKWARD: Workspace(share=2.0),
+        OpKind.ATTENTION_BACKWARD: Workspace(share=0.4),
     }
 
 
@@ -248,6 +252,8 @@ DEVICES: Mapping[str, Device] = {d.name: d for d in sorted(_KNOWN, key=lambda d:
 def device(name_or_path: str) -> Device:
     """A known device by name, in any case, with or without its dashes; or the user's own, by a TOML file.
 
+    "cpu" is the CPU at hand, by a benchmark of some seconds.
+
     The file holds datasheet figures under names that carry their units. Four are needed::
 
         name = "my card"
@@ -263,10 +269,15 @@ def device(name_or_path: str) -> Device:
     if path.suffix.lower() == ".toml" or path.is_file():
         return _from_file(path)
     wanted = _plain(name_or_path)
+    if wanted == "cpu":
+        from profiler import calibration  # it needs this module
+
+        return calibration.calibrated_cpu()
     found = next((d for d in DEVICES.values() if _plain(d.name) == wanted), None)
     if found is None:
         raise DeviceError(
-            f"unknown device {name_or_path!r}: there are {', '.join(DEVICES)}; your own goes by a file, my_card.toml"
+            f"unknown device {name_or_path!r}: there are {', '.join(DEVICES)} and cpu; "
+            "your own goes by a file, my_card.toml"
         )
     return found
 

@@ -1,0 +1,33 @@
+"""`python -m bench calibrate`: how good estimates are, where they can be checked."""
+
+from __future__ import annotations
+
+import argparse
+
+from bench.commands.options import add_rows_out, add_workload, names_a_workload, split_commas, strategy_specs, workload
+
+HELP = (
+    "Describe this CPU by a short benchmark, estimate the op times of a step from that, and compare them with measured "
+    "ones; then the plans made from either. Without a model: the five that the results folder shows."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_workload(parser)
+    parser.add_argument("--strategy", default="mutwo,ilp", help="as for `python -m bench`")
+    parser.add_argument("--budget", default="70%,50%", help="as for `python -m bench`")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a strategy may take (default 5)")
+    add_rows_out(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from bench.calibration import CASES, run_calibration
+
+    run_calibration(
+        [workload(options)] if names_a_workload(options) else CASES,
+        strategy_specs(options.strategy),
+        split_commas(options.budget),
+        time_limit_s=options.time_limit,
+        out=options.rows_file,
+    )
+    return 0

@@ -1,0 +1,131 @@
+"""The report on estimates: its statistics by hand, and the whole of it on a tiny model. Nothing timed is asserted."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from bench import calibration
+from bench.__main__ import main
+from bench.calibration import Point, agreement, by_kind, median_factor, ranks, spearman
+from bench.synthetic import residual_tower
+from bench.tables import make_tables
+from planner.ir import Timing, TimingKind
+from profiler.calibration import Sizes, calibrated_cpu
+from profiler.kinds import OpKind
+
+TINY = Sizes(matrix=32, elements=4096, batch=2, image=12, channels=4, tokens=8, width=16, vocabulary=64, repeats=2)
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_equal_values_share_the_mean_of_their_ranks():
+    assert ranks([30.0, 10.0, 20.0, 20.0]) == [4.0, 1.0, 2.5, 2.5]
+    assert ranks([5.0, 5.0, 5.0]) == [2.0, 2.0, 2.0]
+    assert ranks([]) == []
+
+
+def test_rank_correlation_by_hand():
+    assert spearman([1, 2, 3, 4], [10, 100, 1000, 10_000]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    # d = (0, 1, 1, 0, 0): 1 - 6 * 2 / (5 * 24)
+    assert spearman([1, 2, 3, 4, 5], [1, 3, 2, 4, 5]) == pytest.approx(0.9)
+    assert math.isnan(spearman([1, 1], [1, 2]))
+
+
+def test_weights_of_a_rank_correlation_are_like_repeated_points():
+    # Ranks 1, 2, 3 and 2, 1, 3 with weights 1, 1, 2: means 2.25, covariance 1.75, both spreads 2.75.
+    assert spearman([1, 2, 3], [2, 1, 3], weights=[1, 1, 2]) == pytest.approx(1.75 / 2.75)
+    assert spearman([1, 2, 3], [2, 1, 3], weights=[5, 5, 5]) == pytest.approx(spearman([1, 2, 3], [2, 1, 3]))
+
+
+def test_errors_count_whatever_their_sign():
+    found = [
+        Point(kind=OpKind.MATMUL, estimated_us=20.0, measured_us=10.0),
+        Point(kind=OpKind.MATMUL, estimated_us=10.0, measured_us=20.0),
+        Point(kind=OpKind.NORM, estimated_us=40.0, measured_us=10.0),
+    ]
+    assert median_factor(found) == pytest.approx(2.0)
+    row = agreement(found)
+    assert (row["estimated_us"], row["measured_us"]) == (70.0, 40.0)
+    assert row["misplaced_share"] == pytest.approx((10 + 10 + 30) / 40)
+    kinds = by_kind(found)
+    assert [(kind["kind"], kind["ops"]) for kind in kinds] == [("matrix product", 2), ("norm", 1)]
+    assert kinds[0]["misplaced_share"] == pytest.approx(20 / 30)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_both_plans_are_judged_on_the_measured_graph():
+    truth = residual_tower(6)
+    swapped = tuple(100.0 / (1.0 + op.time_us) for op in truth.ops)
+    guess = truth.with_times(swapped, timing=Timing(kind=TimingKind.ESTIMATED, device="d"))
+    row = calibration.plan_row(guess, truth, "mutwo", "60%", time_limit_s=2)
+    same = calibration.plan_row(truth, truth, "mutwo", "60%", time_limit_s=2)
+    assert same["from_estimated"]["overhead"] == same["from_measured"]["overhead"] == same["estimated_overhead"]
+    assert row["from_measured"]["overhead"] == same["from_measured"]["overhead"]
+    assert row["from_estimated"]["overhead"] != row["estimated_overhead"]
+    assert row["from_estimated"]["over_bytes"] == 0  # workspaces are alike, so the bytes are
+
+
+def test_a_plan_that_is_over_budget_on_the_measured_graph_says_by_how_much():
+    plan = {
+        "budget": "50%",
+        "strategy": "mutwo",
+        "above_start_bytes": 100 * 2**20,
+        "from_measured": {"overhead": 0.1, "over_bytes": 0},
+        "from_estimated": {"overhead": 0.08, "over_bytes": 2**20},
+        "estimated_overhead": 0.09,
+    }
+    cells = calibration.plan_cells("m", plan)
+    assert cells[3:] == ("10.00%", "8.00% (over)", "9.00%", "over by 1.0 MiB (1.0% of what the step may add)")
+
+
+# -- the whole of it --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    before = torch.get_rng_state()
+    device = calibrated_cpu(TINY)
+    assert torch.equal(before, torch.get_rng_state()), "a benchmark must leave the generator alone"
+    return device
+
+
+def test_a_calibrated_cpu_has_a_rate_for_every_kind(cpu):
+    assert set(cpu.share_by_kind) == set(cpu.workspaces) == set(OpKind)
+    assert all(share > 0 for share in cpu.share_by_kind.values())
+    assert cpu.flops_for(torch.float32) > 0
+    assert cpu.flops_for(torch.bfloat16) > 0
+    assert (cpu.block_bytes, cpu.name.split(", ")[-1]) == (1, "calibrated")
+
+
+def test_the_report_is_made_saved_tabled_and_drawn(cpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibration, "calibrated_cpu", lambda sizes: cpu)
+    out = tmp_path / "calibration.json"
+    arguments = ["--model", "resnet18", "--batch", "2", "--image", "32", "--strategy", "mutwo", "--budget", "80%"]
+    assert main(["calibrate", *arguments, "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert row["times"][0] == f"estimated for {cpu.name}"
+    assert row["times"][1].startswith("measured on")
+    assert -1 <= row["rank_correlation"] <= 1
+    assert sum(kind["ops"] for kind in row["kinds"]) == row["ops"]
+    assert sum(kind["measured_us"] for kind in row["kinds"]) == pytest.approx(row["measured_us"])
+    (plan,) = row["plans"]
+    assert plan["from_measured"]["peak_bytes"] > 0
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    (page,) = make_tables(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "## Plans made from estimates, judged on measured times" in text
+    assert "| resnet18 b2 32px | 80% | mutwo |" in text
+    assert "convolution backward" in capsys.readouterr().out
+
+
+def test_nothing_of_a_cpu_that_is_shown_says_measured(cpu, capsys):
+    calibration.print_device(cpu)
+    shown = capsys.readouterr().out
+    assert "GFLOP/s" in shown
+    assert "measured" not in shown
