@@ -42,6 +42,8 @@ BUDGETS = tuple(f"{percent}%" for percent in (85, 70, 55, 40, 25, 10))
 # More plans for each limit, at batches between the largest found and the next limit's.
 REFINEMENTS = 3
 WORTH_TRYING = 0.02  # of a batch: less than this is not searched for
+# Graphs of a large step take some ten megabytes each: this many are held, and others made again.
+GRAPHS_HELD = 12
 # No batch above this is looked for.
 LARGEST_BATCH = 2**20
 
@@ -182,7 +184,7 @@ class SizedStep:
         self.device = device
         self._scaling = scaling
         self._graphs: dict[int, Graph] = {}
-        self._timelines: dict[tuple[int, int], Timeline] = {}
+        self._options: dict[tuple[int, int], Option] = {}
 
     @staticmethod
     def of(steps: Sequence[TracedStep], batches: Sequence[int], device: Device) -> SizedStep:
@@ -193,6 +195,8 @@ class SizedStep:
     def graph(self, batch: int) -> Graph:
         """The step at `batch`, in blocks of the device's allocator."""
         if batch not in self._graphs:
+            if len(self._graphs) == GRAPHS_HELD:
+                del self._graphs[next(iter(self._graphs))]
             plain = self._scaling.at(batch)
             rounded = tuple(replace(s, nbytes=self.device.rounded(s.nbytes)) for s in plain.storages)
             self._graphs[batch] = replace(plain, storages=rounded)
@@ -201,10 +205,12 @@ class SizedStep:
     def option(self, batch: int, schedule: Schedule) -> Option:
         """What `schedule` costs at `batch`."""
         key = (batch, id(schedule))
-        if key not in self._timelines:
-            self._timelines[key] = simulate(self.graph(batch), schedule)
-        found = self._timelines[key]
-        return Option(batch=batch, peak_bytes=found.peak_bytes, step_us=found.time_us, overhead=found.overhead)
+        if key not in self._options:
+            found = simulate(self.graph(batch), schedule)
+            self._options[key] = Option(
+                batch=batch, peak_bytes=found.peak_bytes, step_us=found.time_us, overhead=found.overhead
+            )
+        return self._options[key]
 
 
 class Book:
