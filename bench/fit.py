@@ -10,6 +10,7 @@ them is simulated exactly at every other size: that is how the largest batch is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,8 @@ BUDGETS = tuple(f"{percent}%" for percent in (85, 70, 55, 40, 25, 10))
 # More plans for each limit, at batches between the largest found and the next limit's.
 REFINEMENTS = 3
 WORTH_TRYING = 0.02  # of a batch: less than this is not searched for
+# Graphs of a large step take some ten megabytes each: this many are held, and others made again.
+GRAPHS_HELD = 12
 # No batch above this is looked for.
 LARGEST_BATCH = 2**20
 
@@ -182,7 +185,7 @@ class SizedStep:
         self.device = device
         self._scaling = scaling
         self._graphs: dict[int, Graph] = {}
-        self._timelines: dict[tuple[int, int], Timeline] = {}
+        self._options: dict[tuple[int, int], Option] = {}
 
     @staticmethod
     def of(steps: Sequence[TracedStep], batches: Sequence[int], device: Device) -> SizedStep:
@@ -193,6 +196,8 @@ class SizedStep:
     def graph(self, batch: int) -> Graph:
         """The step at `batch`, in blocks of the device's allocator."""
         if batch not in self._graphs:
+            if len(self._graphs) == GRAPHS_HELD:
+                del self._graphs[next(iter(self._graphs))]
             plain = self._scaling.at(batch)
             rounded = tuple(replace(s, nbytes=self.device.rounded(s.nbytes)) for s in plain.storages)
             self._graphs[batch] = replace(plain, storages=rounded)
@@ -201,10 +206,12 @@ class SizedStep:
     def option(self, batch: int, schedule: Schedule) -> Option:
         """What `schedule` costs at `batch`."""
         key = (batch, id(schedule))
-        if key not in self._timelines:
-            self._timelines[key] = simulate(self.graph(batch), schedule)
-        found = self._timelines[key]
-        return Option(batch=batch, peak_bytes=found.peak_bytes, step_us=found.time_us, overhead=found.overhead)
+        if key not in self._options:
+            found = simulate(self.graph(batch), schedule)
+            self._options[key] = Option(
+                batch=batch, peak_bytes=found.peak_bytes, step_us=found.time_us, overhead=found.overhead
+            )
+        return self._options[key]
 
 
 class Book:
@@ -341,7 +348,7 @@ class _Question:
 
     def _captured(self, batch: int) -> TracedStep:
         self.tell(f"capturing at batch {batch}")
-        target = Target(name=self.device.name, has_bfloat16=_has_bfloat16(self.device))
+        target = target_for(self.device)
         try:
             if self.fake:
                 return capture_without_memory(self.make, batch, name=self.name, target=target)
@@ -418,7 +425,9 @@ class _Question:
         return Largest(limit=limit, found=within(batch) if batch else None)
 
     def _gpus(self) -> tuple[GpuRow, ...]:
-        """The asked batch on every known device, the smallest first."""
+        """The asked batch on every known device, the smallest first; none where the CPU's kernels were captured."""
+        if target_for(self.device) is None:
+            return ()
         rows = []
         for device in DEVICES.values():
             if _has_bfloat16(device) == _has_bfloat16(self.device) or not self._half_precision:
@@ -473,6 +482,11 @@ def _gap(solution: Solution | None, planned: Option | None) -> float | None:
     bound = solution.plan.lower_bound_us
     recompute_us = planned.step_us * planned.overhead / (1 + planned.overhead)
     return None if bound is None or recompute_us <= 0 else max(0.0, (recompute_us - bound) / recompute_us)
+
+
+def target_for(device: Device) -> Target | None:
+    """Whose kernels to capture; None for the CPU at hand, which gets its memory page by page and runs its own."""
+    return Target(name=device.name, has_bfloat16=_has_bfloat16(device)) if math.isinf(device.new_bytes_per_s) else None
 
 
 def _has_bfloat16(device: Device) -> bool:

@@ -80,11 +80,12 @@ def print_fit(report: FitReport) -> None:
         ("batch", "peak", "extra time", "step", "samples/s", ""),
         [option_cells(o, fastest=o == report.fastest) for o in report.batches],
     )
-    print_table(
-        f"Batch {report.batch} on each device, times estimated for that device",
-        ("device", "for tensors", "unplanned peak", "answer", "step", "samples/s"),
-        [gpu_cells(row) for row in report.gpus],
-    )
+    if report.gpus:
+        print_table(
+            f"Batch {report.batch} on each device, times estimated for that device",
+            ("device", "for tensors", "unplanned peak", "answer", "step", "samples/s"),
+            [gpu_cells(row) for row in report.gpus],
+        )
     print_table(
         f"Extra time by batch and memory, {for_device}",
         ("batch", *(f"{human_bytes(size)} ({name})" for name, size in report.budgets_bytes)),

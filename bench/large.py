@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import strategies
+from bench.fit import target_for
 from bench.models import Workload
 from bench.report import console, print_table
 from bench.results import save_rows
@@ -29,7 +30,6 @@ from planner.units import human_bytes, parse_budget
 from profiler.capture import capture_without_memory
 from profiler.cost import estimated
 from profiler.devices import device as find_device
-from profiler.targets import Target
 
 MODELS = (
     WorkloadSpec(model="bert-large", batch=32, seq=512),
@@ -91,8 +91,7 @@ def measure_large(spec: WorkloadSpec, time_limit_s: float) -> LargeRow:
         return spec.at_batch(batch).make()
 
     started, started_cpu = time.perf_counter(), time.process_time()
-    target = Target(name=device.name, has_bfloat16="bfloat16" in device.flops_by_dtype)
-    step = capture_without_memory(make, spec.batch_size, name=spec.title, target=target)
+    step = capture_without_memory(make, spec.batch_size, name=spec.title, target=target_for(device))
     capture_s, capture_cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
     graph = estimated(step, device)
     unplanned = simulate(graph, lower(graph, Plan()))

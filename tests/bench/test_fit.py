@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from bench.__main__ import main
-from bench.fit import FitError, Option, SizedStep, fit, largest
+from bench.fit import FitError, Option, SizedStep, fit, largest, target_for
 from bench.fit_show import print_fit
 from bench.large import COLUMNS, large_cells
 from bench.models import resnet18
@@ -194,6 +194,15 @@ def test_it_is_printed_with_the_verdict_first_and_goes_to_json(tight, capsys):
     assert printed.startswith("Yes, with a plan: tower at batch 64")
     assert " ".join(printed.split()).count(f"estimated for {tight.device}") >= 4
     assert json.loads(json.dumps(tight.data()))["verdict"] == tight.verdict
+
+
+def test_the_cpu_at_hand_keeps_its_own_kernels():
+    at_hand = card(2**30, new_bytes_per_s=1e9)
+    assert target_for(at_hand) is None
+    report = fit(make, at_hand, batch=8, time_limit_s=QUICK_S)
+    assert (report.substitutions, report.gpus) == ((), ())
+    graph = estimated(capture_without_memory(make, 8), at_hand)
+    assert report.unplanned.peak_bytes == simulate(graph, lower(graph, Plan())).peak_bytes
 
 
 def test_a_step_that_cannot_be_captured_names_the_batch():
