@@ -90,6 +90,7 @@ def draw_contenders(path: Path, rows: Sequence[Contender], *, title: str) -> Non
         axes.plot(1.0, 1.0, "k+", markersize=12, label="eager")
         for ours in (True, False):
             _draw_side(axes, [c for c in rows if c.ours is ours and c.time_ratio is not None], ours=ours)
+        _label(axes, [c for c in rows if c.time_ratio is not None])
         axes.set_xlabel("peak that the step adds to memory, relative to eager")
         axes.set_ylabel("time of a step, relative to eager")
         axes.set_title(title)
@@ -114,9 +115,18 @@ def _draw_side(axes: Any, rows: Sequence[Contender], *, ours: bool) -> None:
             linewidth=1,
             label=f"{label}, every bit equal" if exact else f"{label}, results differ from eager's",
         )
-        for c in side:
-            place = (c.peak_ratio, c.time_ratio)
-            axes.annotate(_short(c.name), place, xytext=(5, 4), textcoords="offset points", fontsize=7)
+
+
+def _label(axes: Any, rows: Sequence[Contender]) -> None:
+    """A name beside every point, lower where a neighbour's name would be covered."""
+    line = 0.03 * (axes.get_ylim()[1] - axes.get_ylim()[0])
+    named: list[tuple[float, float]] = []
+    for c in sorted(rows, key=lambda c: -(c.time_ratio or 0.0)):
+        x, y = (c.peak_ratio or 0.0) + 0.006, (c.time_ratio or 0.0) + 0.3 * line
+        while any(abs(x - left) < 0.1 and abs(y - height) < line for left, height in named):
+            y -= 0.25 * line
+        axes.text(x, y, _short(c.name), fontsize=7)
+        named.append((x, y))
 
 
 def _spread(c: Contender) -> tuple[float, float]:

@@ -137,7 +137,7 @@ def _in_own_process(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]
         row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         return row
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return {"model": spec.title, "peer": name, "error": reason}
+    return {"model": spec.title, "peer": name, "error": reason.rpartition(f"{NotForThisModelError.__name__}: ")[2]}
 
 
 def measure_peer(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]:
