@@ -170,8 +170,10 @@ def gpt2(
     return (predict_tokens, model, optimizer(list(model.parameters())), batch)
 
 
-BERT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+BERT_LARGE: dict[str, Any] = {
+    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+}  # fmt: skip
+GPT2_XL: dict[str, Any] = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
 
 bert_large = partial(bert, seq=512, **BERT_LARGE)
 gpt2_xl = partial(gpt2, seq=1024, **GPT2_XL)

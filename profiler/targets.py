@@ -86,7 +86,7 @@ class GpuKernels(TorchFunctionMode):
     def __enter__(self) -> GpuKernels:
         self._changes.clear()  # a step may be traced more than once
         self._unknown.clear()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     @property
@@ -139,7 +139,7 @@ class GpuKernels(TorchFunctionMode):
 
     def _dropout(
         self, func: Callable[..., Any], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
+    ) -> Any:
         if not training or not 0 < p < 1 or x.numel() == 0:
             return func(x, p, training)
         if inplace:
@@ -163,7 +163,7 @@ class GpuKernels(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
+    ) -> Any:
         query, key, value = (_autocast(t) for t in (query, key, value))
         inputs = [query, key, value]
 
@@ -187,8 +187,7 @@ class GpuKernels(TorchFunctionMode):
                 )
 
         self._note(change, inputs, cpu=cpu, gpu=gpu, also=(dropout_p, is_causal, attn_mask is None))
-        out: Tensor = gpu(*inputs)[0]
-        return out
+        return gpu(*inputs)[0]
 
     # -- autocast -----------------------------------------------------------------------------------------------
 
