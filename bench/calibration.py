@@ -32,12 +32,10 @@ from strategies import make
 CASES = (
     WorkloadSpec(model="resnet50", batch=8),
     WorkloadSpec(model="resnet152", batch=4),
-    WorkloadSpec(model="bert", batch=4, seq=128),
-    WorkloadSpec(model="gpt2", batch=2, seq=256),
+    WorkloadSpec(model="bert", batch=8, seq=128),
+    WorkloadSpec(model="gpt2", batch=4, seq=256),
     WorkloadSpec(model="mobilenet", batch=16),
 )
-STRATEGIES = ("mutwo", "ilp")
-BUDGETS = ("70%", "50%")
 
 
 def run_calibration(
@@ -63,8 +61,8 @@ def run_calibration(
         for title, columns, cells in more_tables([row]):
             print_table(title, columns, cells)
         if out is not None:
-            command = f"python -m bench calibrate --strategy {','.join(strategies)} --budget {','.join(budgets)}"
-            save_rows(out, command=command, rows=rows)
+            asked = f"--strategy {','.join(strategies)} --budget {','.join(budgets)} --time-limit {time_limit_s:g}"
+            save_rows(out, command=f"python -m bench calibrate {asked}", rows=rows)
             title = f"Op times estimated for {device.name}, against those measured on it"
             figures.draw_estimates(out.with_suffix(".png"), panels, title=title)
     return rows
@@ -75,7 +73,7 @@ def print_device(device: Device) -> None:
     rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in device.flops_by_dtype.items())
     console.print(
         f"{device.name}: {rates}, {device.bytes_per_s / 1e9:.1f} GB/s, new memory {device.new_bytes_per_s / 1e9:.1f} "
-        f"GB/s, {device.launch_us:.1f} µs an op"
+        f"GB/s, in large blocks {device.new_large_bytes_per_s / 1e9:.1f} GB/s, {device.launch_us:.1f} µs an op"
     )
     cells = [
         (

@@ -34,14 +34,15 @@ class Sizes:
     """How large the benchmark is: the defaults take some ten seconds on two cores."""
 
     matrix: int = 1024
-    elements: int = 2**24
+    elements: int = 2**24  # 64 MiB: from the system each time
+    fewer_elements: int = 2**22  # 16 MiB: from the allocator's own
     batch: int = 4
     image: int = 56
     channels: int = 64
     tokens: int = 256
     width: int = 512
     vocabulary: int = 16384
-    repeats: int = 5
+    repeats: int = 9
 
 
 def calibrated_cpu(sizes: Sizes | None = None) -> Device:
@@ -59,17 +60,18 @@ def calibrated_cpu(sizes: Sizes | None = None) -> Device:
 def _plain_rates(sizes: Sizes) -> Device:
     meter = CpuMeter()
     rates = {name: _matmul_rate(getattr(torch, name), sizes) for name in ("float32", "bfloat16")}
-    in_place_s, fresh_s = _elementwise_s(sizes)
-    moved = 2 * 4 * sizes.elements
+    in_place_s, large_rate = _elementwise(sizes.elements, sizes)
+    _, small_rate = _elementwise(sizes.fewer_elements, sizes)
     threads = torch.get_num_threads()
     return Device(
         name=f"{meter.device}, calibrated",
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         flops_per_s=rates["float32"],
-        bytes_per_s=moved / in_place_s,
+        bytes_per_s=2 * 4 * sizes.elements / in_place_s,
         launch_us=_overhead_us(sizes),
         flops_by_dtype=rates,
-        new_bytes_per_s=4 * sizes.elements / max(fresh_s - in_place_s, 1e-9),
+        new_bytes_per_s=small_rate,
+        new_large_bytes_per_s=large_rate,
         source=f"a benchmark on this machine with {threads} thread{'s' if threads > 1 else ''}",
     )
 
@@ -81,10 +83,12 @@ def _matmul_rate(dtype: torch.dtype, sizes: Sizes) -> float:
     return float(2 * n**3 / _median_s(lambda: torch.mm(a, b, out=out), sizes.repeats))
 
 
-def _elementwise_s(sizes: Sizes) -> tuple[float, float]:
-    """Seconds of one elementwise op in the memory of its input, and of the same op in new memory that is given back."""
-    x = torch.ones(sizes.elements)
-    return _median_s(lambda: x.mul_(1.0), sizes.repeats), _median_s(lambda: x.mul(1.0), sizes.repeats)
+def _elementwise(elements: int, sizes: Sizes) -> tuple[float, float]:
+    """Seconds of an elementwise op in the memory of its input, and bytes a second that new memory for it costs."""
+    x = torch.ones(elements)
+    in_place_s = _median_s(lambda: x.mul_(1.0), sizes.repeats)
+    fresh_s = _median_s(lambda: x.mul(1.0), sizes.repeats)
+    return in_place_s, 4 * elements / max(fresh_s - in_place_s, 1e-9)
 
 
 def _overhead_us(sizes: Sizes) -> float:

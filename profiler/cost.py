@@ -21,7 +21,7 @@ from planner.schedule import Run, lower
 from profiler.capture import TracedStep
 from profiler.devices import A100, Device, Workspace
 from profiler.kinds import LOOKUPS, kind_of
-from profiler.ops import base_name, memory_of, overload, tensors_of, written
+from profiler.ops import argument, base_name, memory_of, overload, tensors_of, written
 
 __all__ = [
     "A100", "Device", "estimated", "flops", "is_view", "moved_bytes", "op_times_us", "side_bytes", "traffic_bytes",
@@ -58,12 +58,23 @@ def _runs_in_place(graph: Graph) -> frozenset[int]:
 def _estimated_op(graph: Graph, op: Op, node: fx.Node, device: Device, *, in_place: bool) -> Op:
     """The longer of arithmetic and traffic, what new memory takes, and one launch; and the op's workspace."""
     kind = kind_of(node)
-    new_bytes = 0 if in_place else sum(graph.storages[s].nbytes for s in graph.makes[op.id])
-    arithmetic_s = flops(node) / device.reached_flops(_input_dtype(node), kind)
+    new_s = 0.0 if in_place else sum(device.new_memory_s(graph.storages[s].nbytes) for s in graph.makes[op.id])
+    arithmetic_s = _flops(node) / device.reached_flops(_input_dtype(node), kind)
     traffic_s = traffic_bytes(node) / device.reached_bytes(kind)
-    time_s = max(arithmetic_s, traffic_s) + new_bytes / device.new_bytes_per_s
+    time_s = max(arithmetic_s, traffic_s) + new_s
     workspace = device.workspaces.get(kind, Workspace()).nbytes(side_bytes(node))
     return replace(op, time_us=time_s * 1e6 + device.launch_us, workspace_bytes=device.rounded(workspace))
+
+
+def _flops(node: fx.Node) -> int:
+    """As `flops`, but right for convolutions in groups: for their backward, torch's formula forgets the groups."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket is not aten.convolution_backward:
+        return flops(node)
+    if argument(node, "groups") == 1 or argument(node, "transposed"):
+        return flops(node)
+    (grad,), (weight,) = (tensors_of(argument(node, name)) for name in ("grad_output", "weight"))
+    wanted = argument(node, "output_mask")[:2]  # each of both gradients takes as many as the forward
+    return int(2 * grad.numel() * weight[0].numel() * sum(wanted))
 
 
 def traffic_bytes(node: fx.Node) -> int:

@@ -46,7 +46,8 @@ class Device:
     `flops_per_s` is the float32 rate, and holds for every dtype not named in `flops_by_dtype`; the "tf32" named there
     serves float32 convolutions, as PyTorch does by default (matrix products in float32 do not use it).
     `arithmetic_share` and `bandwidth_share` are the parts of both rates that are reached; `share_by_kind` multiplies
-    them for one kind of op. `new_bytes_per_s` is how fast memory is had that an op makes (on a CPU, page by page).
+    them for one kind of op. `new_bytes_per_s` is how fast new memory is had, and `new_large_bytes_per_s` in blocks from
+    `large_bytes` on: a CPU's allocator gets those from the system each time, page by page.
     `block_bytes` is what the allocator rounds each tensor up to. `reserved_bytes` never reach the allocator (error
     correction, driver, CUDA context, loaded kernels); `fragmentation_share` of the rest lies between tensors unused.
     """
@@ -61,6 +62,8 @@ class Device:
     bandwidth_share: float = 1.0
     share_by_kind: Mapping[OpKind, float] = field(default_factory=dict)
     new_bytes_per_s: float = math.inf
+    new_large_bytes_per_s: float = math.inf
+    large_bytes: int = 32 * MIB
     block_bytes: int = 1
     reserved_bytes: int = 0
     fragmentation_share: float = 0.0
@@ -86,6 +89,10 @@ class Device:
     def reached_bytes(self, kind: OpKind) -> float:
         """Bytes a second that an op of this kind is counted on to move."""
         return self.bytes_per_s * self.bandwidth_share * self.share_by_kind.get(kind, 1.0)
+
+    def new_memory_s(self, nbytes: int) -> float:
+        """Seconds that a new block of this size costs beside what is done in it."""
+        return nbytes / (self.new_large_bytes_per_s if nbytes >= self.large_bytes else self.new_bytes_per_s)
 
     def rounded(self, nbytes: int) -> int:
         """What the allocator hands out for `nbytes`."""

@@ -16,7 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument("--strategy", default="mutwo,ilp", help="as for `python -m bench`")
     parser.add_argument("--budget", default="70%,50%", help="as for `python -m bench`")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a strategy may take (default 5)")
+    parser.add_argument("--time-limit", type=float, default=3.0, help="seconds a strategy may take (default 3)")
     add_rows_out(parser)
 
 

@@ -15,7 +15,10 @@ from planner.ir import Timing, TimingKind
 from profiler.calibration import Sizes, calibrated_cpu
 from profiler.kinds import OpKind
 
-TINY = Sizes(matrix=32, elements=4096, batch=2, image=12, channels=4, tokens=8, width=16, vocabulary=64, repeats=2)
+TINY = Sizes(
+    matrix=32, elements=4096, fewer_elements=1024, batch=2, image=12, channels=4, tokens=8, width=16,
+    vocabulary=64, repeats=2,
+)  # fmt: skip
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

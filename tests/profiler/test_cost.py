@@ -136,6 +136,9 @@ def test_new_memory_costs_where_the_device_says_so_and_in_place_ops_make_none():
     ops = {op.target: op for op in estimated(traced, replace(CARD, new_bytes_per_s=1e6)).ops}
     plain = {op.target: op for op in estimated(traced, CARD).ops}
     made_us = 16 * 64 * 4 / 1e6 * 1e6
+    large = replace(CARD, new_bytes_per_s=1e6, new_large_bytes_per_s=1e3, large_bytes=4096)
+    slow = next(op for op in estimated(traced, large).ops if op.target == "aten.mm.default")
+    assert slow.time_us - plain["aten.mm.default"].time_us == pytest.approx(1e3 * made_us)
     assert ops["aten.mm.default"].time_us - plain["aten.mm.default"].time_us == pytest.approx(made_us)
     assert ops["aten.relu.default"].time_us == plain["aten.relu.default"].time_us  # over the product, which dies there
 
@@ -192,6 +195,21 @@ def test_a_lookup_reads_the_rows_that_it_is_asked_for():
     lookup = traced.nodes[only(traced, "aten.embedding.")]
     assert traffic_bytes(lookup) == 3 * 8 + 2 * (3 * 8 * 4)
     assert kind_of(lookup) is OpKind.LOOKUP
+
+
+def test_the_backward_of_a_grouped_convolution_does_two_forwards():
+    def step(model, optimizer, x):
+        loss = model(model(x)).sum()
+        loss.backward()
+        return loss
+
+    model = nn.Conv2d(6, 6, 3, groups=6, padding=1, bias=False)
+    traced = capture(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 6, 8, 8))
+    ops = estimated(traced, replace(CARD, bytes_per_s=1e30)).ops
+    forward = 2 * (2 * 6 * 8 * 8) * (3 * 3)
+    both, weight_only = (op.time_us for op in ops if op.target.startswith("aten.convolution_backward"))
+    assert both == pytest.approx(2 * forward / (1e9 * 0.5) * 1e6 + 7.0)
+    assert weight_only == pytest.approx(forward / (1e9 * 0.5) * 1e6 + 7.0)
 
 
 def test_an_update_reads_and_writes_what_it_changes(traced):
