@@ -60,6 +60,7 @@ def run_calibration(
         print_table(f"{spec.title}: {device.name}, estimated against measured", COLUMNS, [calibration_cells(row)])
         for title, columns, cells in more_tables([row]):
             print_table(title, columns, cells)
+        console.print(summary(rows))
         if out is not None:
             asked = f"--strategy {','.join(strategies)} --budget {','.join(budgets)} --time-limit {time_limit_s:g}"
             save_rows(out, command=f"python -m bench calibrate {asked}", rows=rows)
@@ -246,6 +247,29 @@ READING = (
     "are not views; *by time* weighs each op with its measured time. *Middle op off by* is the median factor between "
     "both. *Time misplaced* is the sum of all errors, whatever their sign, to the measured time."
 )
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """The whole report in three sentences."""
+    totals = [row["estimated_us"] / row["measured_us"] for row in rows]
+    ordered = [row["rank_correlation"] for row in rows]
+    plans = [plan for row in rows for plan in row["plans"] if plan["from_estimated"]["overhead"] is not None]
+    fair = [p for p in plans if p["from_measured"]["over_bytes"] == 0]
+    extra = [p["from_estimated"]["overhead"] - p["from_measured"]["overhead"] for p in fair]
+    over = [p["from_estimated"]["over_bytes"] / p["above_start_bytes"] for p in fair]
+    text = (
+        f"Totals are {min(totals):.2f}x to {max(totals):.2f}x the measured ones, rank correlations "
+        f"{min(ordered):.2f} to {max(ordered):.2f}."
+    )
+    if not fair:
+        return text + " No plan from measured times fits its budget, so that there is nothing to compare."
+    broken = sum(share > 0 for share in over)
+    return text + (
+        f" Under measured times, a plan made from estimates costs {100 * statistics.mean(extra):+.2f} points of the "
+        f"step more than one made from measurements (mean of {len(fair)}; worst {100 * max(extra):+.2f}). On the measured "
+        f"graph {broken} of {len(fair)} of them {'is' if broken == 1 else 'are'} over budget"
+        + (f", by {max(over):.1%} of what the step may add at most." if broken else ".")
+    )
 
 
 def calibration_cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -96,9 +96,9 @@ def _further(source: Path, rows: list[dict[str, Any]]) -> str:
     """What stands below the first table: other tables of the same rows, and their figure."""
     if source.stem != "calibration":
         return ""
-    from bench.calibration import READING, more_tables
+    from bench.calibration import READING, more_tables, summary
 
-    sections = [f"\n{READING}\n"]
+    sections = [f"\n{summary(rows)}\n\n{READING}\n"]
     sections += [f"\n## {title}\n\n{markdown(columns, cells)}\n" for title, columns, cells in more_tables(rows)]
     return "".join([*sections, f"\n![estimated against measured op times]({source.stem}.png)\n"])
 

@@ -87,6 +87,28 @@ def test_a_plan_that_is_over_budget_on_the_measured_graph_says_by_how_much():
     assert cells[3:] == ("10.00%", "8.00% (over)", "9.00%", "over by 1.0 MiB (1.0% of what the step may add)")
 
 
+def test_a_summary_counts_only_budgets_that_a_plan_from_measured_times_meets():
+    def plan(own, other, own_over=0, other_over=0):
+        return {
+            "above_start_bytes": 1000,
+            "from_measured": {"overhead": own, "over_bytes": own_over},
+            "from_estimated": {"overhead": other, "over_bytes": other_over},
+        }
+
+    plans = [plan(0.10, 0.12), plan(0.10, 0.10, other_over=25), plan(0.10, 0.90, own_over=7, other_over=9)]
+    rows = [
+        {"estimated_us": 9.0, "measured_us": 10.0, "rank_correlation": 0.9, "plans": plans},
+        {"estimated_us": 12.0, "measured_us": 10.0, "rank_correlation": 0.8, "plans": []},
+    ]
+    text = calibration.summary(rows)
+    assert "0.90x to 1.20x" in text
+    assert "0.80 to 0.90" in text
+    assert "+1.00 points" in text
+    assert "mean of 2; worst +2.00" in text
+    assert "1 of 2 of them is over budget, by 2.5%" in text
+    assert "nothing to compare" in calibration.summary(rows[1:])
+
+
 # -- the whole of it --------------------------------------------------------------------------------------------------
 
 
