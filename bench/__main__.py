@@ -19,6 +19,7 @@ COMMANDS = {
     "calibrate": "estimated op times, and plans made from them, against measured ones",
     "exactness": "models x optimizers x strategies, each compared with eager bit by bit",
     "fit": "will it train on a GPU that is not here, at which batch, at what cost",
+    "scaled": "the peak at a batch from captures at two others, against the meter",
     "large": "models too large for this machine: captured, planned, predicted",
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
     "pareto": "the whole trade-off of a step: overhead against peak, with the proven bound; as a figure",

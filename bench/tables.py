@@ -46,6 +46,7 @@ def _makers() -> dict[str, Table]:
         "large": _large,
         "plans": _plans,
         "plans_smallest": _smallest,
+        "scaled": _scaled,
         "sweep": _sweep,
     }
 
@@ -66,6 +67,12 @@ def _draw_compare(source: Path, document: dict[str, Any]) -> list[Path]:
     rows, path = document["rows"], source.with_suffix(".png")
     draw_contenders(path, contenders(rows), title=f"{rows[0]['model']}: time against memory")
     return [path]
+
+
+def _scaled(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.scaled import COLUMNS, scaled_cells
+
+    return COLUMNS, [scaled_cells(row) for row in rows]
 
 
 def _sweep(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
