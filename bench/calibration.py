@@ -266,8 +266,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     broken = sum(share > 0 for share in over)
     return text + (
         f" Under measured times, a plan made from estimates costs {100 * statistics.mean(extra):+.2f} points of the "
-        f"step more than one made from measurements (mean of {len(fair)}; worst {100 * max(extra):+.2f}). On the measured "
-        f"graph {broken} of {len(fair)} of them {'is' if broken == 1 else 'are'} over budget"
+        f"step more than one made from measurements (mean of {len(fair)}; worst {100 * max(extra):+.2f}). On the "
+        f"measured graph {broken} of {len(fair)} of them {'is' if broken == 1 else 'are'} over budget"
         + (f", by {max(over):.1%} of what the step may add at most." if broken else ".")
     )
 
