@@ -174,8 +174,9 @@ _AMPERE = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
 # Without bfloat16: there are no tensor cores for it, and PyTorch's kernels compute it at float32's rate at best.
 _VOLTA = {"float32": 15.7, "float16": 125.0}
 
-# Capacities seen by programs are those that PyTorch prints when such a card runs out of memory; the L4 and T4 spend a
-# sixteenth of theirs on error correction. Rates of consumer cards are those with float32 accumulation, as PyTorch asks.
+# Capacities seen by programs: for the A100-40, L4, T4, V100-32 and RTX 4090 as users report them from PyTorch's own
+# messages (or a little less), for the others an allowance of the same kind. Rates of consumer cards are those with
+# float32 accumulation.
 _KNOWN = (
     _cuda(
         "A100-40",
