@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import console, print_table
-from bench.results import save_rows
+from bench.results import command_line, save_rows
 from bench.timing import clock_for, spread
 from bench.workloads import WorkloadSpec
 from planner.errors import PlannerError
@@ -77,7 +77,7 @@ def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None)
             rows.append(_in_fresh_process(spec, pairs))
         print_table("Accuracy so far", COLUMNS, [accuracy_cells(row) for row in rows])
         if out is not None:
-            save_rows(out, command=f"python -m bench accuracy --pairs {pairs}", rows=rows)
+            save_rows(out, command=command_line(), rows=rows)
     return rows
 
 

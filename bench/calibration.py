@@ -16,7 +16,7 @@ from typing import Any
 
 from bench import figures
 from bench.report import console, print_table
-from bench.results import save_rows
+from bench.results import command_line, save_rows
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph
 from planner.solve import Problem, Solution, solve
@@ -62,8 +62,7 @@ def run_calibration(
             print_table(title, columns, cells)
         console.print(summary(rows))
         if out is not None:
-            asked = f"--strategy {','.join(strategies)} --budget {','.join(budgets)} --time-limit {time_limit_s:g}"
-            save_rows(out, command=f"python -m bench calibrate {asked}", rows=rows)
+            save_rows(out, command=command_line(), rows=rows)
             title = f"Op times estimated for {device.name}, against those measured on it"
             figures.draw_estimates(out.with_suffix(".png"), panels, title=title)
     return rows

@@ -11,7 +11,7 @@ from rich.progress import Progress
 import strategies
 from bench.models import ZOO, Workload
 from bench.report import console, print_table
-from bench.results import save_rows
+from bench.results import command_line, save_rows
 from bench.workloads import OPTIMIZERS
 from planner.plan import candidates
 from planner.solve import Problem, solve
@@ -45,7 +45,7 @@ def run_exactness(specs: Sequence[str], *, steps: int, out: Path | None) -> bool
             rows.append(row)
     _print(rows, steps)
     if out is not None:
-        save_rows(out, command=f"python -m bench exactness --strategy {','.join(specs)} --steps {steps}", rows=rows)
+        save_rows(out, command=command_line(), rows=rows)
     return all(row["exact"] for row in rows)
 
 

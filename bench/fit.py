@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes
 from profiler.capture import TracedStep, capture, capture_without_memory
-from profiler.cost import estimated
+from profiler.cost import OpCost, op_costs, with_costs
 from profiler.devices import DEVICES, Device
 from profiler.devices import device as find_device
 from profiler.errors import CaptureError
@@ -105,15 +105,20 @@ class Scaled:
     """Where the figures of other batch sizes come from."""
 
     captured: tuple[int, int]
-    checked: int
+    checked: int | None  # None: the step cannot be captured at a third size
     deviation: str  # "" where the bytes at the checked size are those predicted
 
     def __str__(self) -> str:
         low, high = self.captured
-        how = f"captured at batch {low} and {high}, other sizes by the line through both"
+        how = (
+            f"captured at batch {low} and {high}; at other sizes tensors, arithmetic and traffic of each op lie on the "
+            "line through both, and its time and workspace are estimated from these"
+        )
+        if self.checked is None:
+            return f"{how}. NOT checked at a third size: {self.deviation}"
         if self.deviation:
-            return f"{how}; bytes are NOT exact: {self.deviation}"
-        return f"{how}: bytes exact, as a capture at batch {self.checked} shows; times interpolated"
+            return f"{how}. Tensors are NOT exact: {self.deviation}"
+        return f"{how}. Tensors are exact, as a capture at batch {self.checked} shows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,29 +183,40 @@ class FitReport:
 # -- the step on one device, at every batch ----------------------------------------------------------------------------
 
 
+# Per op: its cost at the two sizes that were captured.
+Costs = Sequence[tuple[OpCost | None, OpCost | None]]
+
+
 class SizedStep:
     """A step's graphs on one device by batch size, and what a schedule costs at each."""
 
-    def __init__(self, scaling: Scaling, device: Device) -> None:
+    def __init__(self, scaling: Scaling, costs: Costs, device: Device) -> None:
         self.device = device
         self._scaling = scaling
+        self._costs = costs
         self._graphs: dict[int, Graph] = {}
         self._options: dict[tuple[int, int], Option] = {}
 
     @staticmethod
     def of(steps: Sequence[TracedStep], batches: Sequence[int], device: Device) -> SizedStep:
-        """Bytes scale as tensors have them and are rounded to blocks after that; times and workspaces as estimated."""
-        low, high = (replace(estimated(step, device), storages=step.graph.storages) for step in steps)
-        return SizedStep(Scaling(low=low, high=high, low_batch=batches[0], high_batch=batches[1]), device)
+        """A step captured at two batch sizes, the smaller first."""
+        low, high = steps
+        scaling = Scaling(low=low.graph, high=high.graph, low_batch=batches[0], high_batch=batches[1])
+        return SizedStep(scaling, tuple(zip(op_costs(low), op_costs(high), strict=True)), device)
+
+    def on(self, device: Device) -> SizedStep:
+        """The same step on another device."""
+        return SizedStep(self._scaling, self._costs, device)
 
     def graph(self, batch: int) -> Graph:
         """The step at `batch`, in blocks of the device's allocator."""
         if batch not in self._graphs:
             if len(self._graphs) == GRAPHS_HELD:
                 del self._graphs[next(iter(self._graphs))]
-            plain = self._scaling.at(batch)
-            rounded = tuple(replace(s, nbytes=self.device.rounded(s.nbytes)) for s in plain.storages)
-            self._graphs[batch] = replace(plain, storages=rounded)
+            low, high = self._scaling.low_batch, self._scaling.high_batch
+            share = (batch - low) / (high - low)
+            costs = [None if a is None or b is None else a.towards(b, share) for a, b in self._costs]
+            self._graphs[batch] = with_costs(self._scaling.at(batch), costs, self.device)
         return self._graphs[batch]
 
     def option(self, batch: int, schedule: Schedule) -> Option:
@@ -335,16 +351,24 @@ class _Question:
     def _capture(self) -> None:
         """The step at the asked batch and twice that, and a third time to check what follows from both."""
         low = max(2, self.batch)  # a batch of 1 has views where others have copies
-        sizes, checked = (low, 2 * low), 3 * low + 1
+        sizes = (low, 2 * low)
         self.captures = tuple(self._captured(size) for size in sizes)
         self.name = self.name or self.captures[0].graph.name
         plain = Scaling(
             low=self.captures[0].graph, high=self.captures[1].graph, low_batch=sizes[0], high_batch=sizes[1]
         )
-        deviation = plain.deviation(self._captured(checked).graph, checked)
-        self.scaled = Scaled(captured=sizes, checked=checked, deviation=deviation)
+        self.scaled = self._checked(plain, 3 * low)
         self.step = SizedStep.of(self.captures, sizes, self.device)
         self.book = Book(lower(self.captures[0].graph, Plan()))
+
+    def _checked(self, plain: Scaling, batch: int) -> Scaled:
+        """What a third capture says; a step that wants other sizes than this one is not refused for it."""
+        sizes = (plain.low_batch, plain.high_batch)
+        try:
+            third = self._captured(batch)
+        except FitError as error:
+            return Scaled(captured=sizes, checked=None, deviation=str(error))
+        return Scaled(captured=sizes, checked=batch, deviation=plain.deviation(third.graph, batch))
 
     def _captured(self, batch: int) -> TracedStep:
         self.tell(f"capturing at batch {batch}")
@@ -441,7 +465,7 @@ class _Question:
         return any(v.dtype in ("bfloat16", "float16") for v in self.captures[0].graph.values)
 
     def _gpu_row(self, device: Device) -> GpuRow:
-        sized = SizedStep.of(self.captures, self.scaled.captured, device)
+        sized = self.step.on(device)
         plain = sized.option(self.batch, self.book.unplanned)
         fits = plain.peak_bytes <= device.usable_bytes
         impossible = self._cannot_fit(sized, self.batch)

@@ -11,10 +11,11 @@ from bench.figures import ROLE_NAMES, draw_throughput
 from bench.fit import FitReport, GpuRow, Largest, Option, Tell, fit
 from bench.models import Workload
 from bench.report import console, print_table
+from bench.results import slug
 from bench.workloads import WorkloadSpec
 from planner.ir import Role
 from planner.units import human_bytes
-from profiler.devices import Device
+from profiler.devices import DEVICES, Device
 from profiler.devices import device as find_device
 
 
@@ -34,7 +35,7 @@ def run_fit(
     if json_file is not None:
         json_file.write_text(json.dumps(report.data(), indent=1) + "\n", encoding="utf-8")
     if out is not None:
-        path = out / f"fit_{spec.slug}_{device.name}.png"
+        path = out / f"fit_{spec.slug}_{slug(device.name)}.png"
         rows = [(o.batch, o.samples_per_s, o.overhead) for o in report.batches]
         draw_throughput(
             path,
@@ -85,6 +86,7 @@ def print_fit(report: FitReport) -> None:
             f"Batch {report.batch} on each device, times estimated for that device",
             ("device", "for tensors", "unplanned peak", "answer", "step", "samples/s"),
             [gpu_cells(row) for row in report.gpus],
+            caption=_left_out(report),
         )
     print_table(
         f"Extra time by batch and memory, {for_device}",
@@ -142,3 +144,11 @@ def gpu_cells(row: GpuRow) -> tuple[str, ...]:
 
 def _costs(option: Option) -> tuple[str, str]:
     return human_bytes(option.peak_bytes), f"{option.overhead:.1%}"
+
+
+def _left_out(report: FitReport) -> str:
+    """Why a known device is not in the table."""
+    names = sorted(set(DEVICES) - {row.device for row in report.gpus})
+    if not names:
+        return ""
+    return f"Not here: {', '.join(names)}, which run half precision by other kernels. Ask for one with --gpu."

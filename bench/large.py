@@ -19,7 +19,7 @@ import strategies
 from bench.fit import target_for
 from bench.models import Workload
 from bench.report import console, print_table
-from bench.results import save_rows
+from bench.results import command_line, save_rows
 from bench.workloads import WorkloadSpec
 from planner.errors import PlannerError
 from planner.plan import Plan
@@ -70,7 +70,7 @@ def run_large(specs: Sequence[WorkloadSpec], *, time_limit_s: float, out: Path |
             rows.append(_in_fresh_process(spec, time_limit_s))
         print_table("Large models so far", COLUMNS, [large_cells(row) for row in rows])
         if out is not None:
-            save_rows(out, command=f"python -m bench large --time-limit {time_limit_s:g}", rows=rows)
+            save_rows(out, command=command_line(), rows=rows)
     return rows
 
 

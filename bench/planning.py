@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import strategies
@@ -63,7 +61,3 @@ def _row_data(row: Row) -> dict[str, Any]:
         "reason": solution.reason,
         "note": solution.plan.note if solution.plan else "",
     }
-
-
-def write_json(path: str | Path, rows: Sequence[Row]) -> None:
-    Path(path).write_text(json.dumps(as_json(rows), indent=1) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from bench.planning import LAYERED_NODES, SYNTHETIC, as_json, compare_graph
 from bench.report import console, graph_caption, print_comparison
-from bench.results import save_rows
+from bench.results import command_line, save_rows
 from bench.smallest import SmallestRow, print_smallest, smallest_budgets
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph
@@ -61,7 +61,7 @@ def layered_cases() -> list[Case]:
     ]
 
 
-def run_plans(cases: Sequence[Case], specs: Sequence[str], *, command: str, out: Path | None) -> list[dict[str, Any]]:
+def run_plans(cases: Sequence[Case], specs: Sequence[str], *, out: Path | None) -> list[dict[str, Any]]:
     """Two tables a graph, of strategies at budgets and of the smallest budgets met; the rows are saved after each."""
     rows: list[dict[str, Any]] = []
     smallest: list[SmallestRow] = []
@@ -81,8 +81,8 @@ def run_plans(cases: Sequence[Case], specs: Sequence[str], *, command: str, out:
             rows += as_json(found)
             smallest += met
             if out is not None:
-                save_rows(out, command=command, rows=rows)
-                save_rows(smallest_file(out), command=command, rows=[asdict(row) for row in smallest])
+                save_rows(out, command=command_line(), rows=rows)
+                save_rows(smallest_file(out), command=command_line(), rows=[asdict(row) for row in smallest])
     return rows
 
 

@@ -62,6 +62,11 @@ def command_line() -> str:
     return shlex.join(["python", "-m", "bench", *sys.argv[1:]])
 
 
+def slug(text: str) -> str:
+    """A piece of a file's name."""
+    return "".join(c if c.isalnum() else "_" for c in text.replace("%", "pct"))
+
+
 def provenance() -> dict[str, Any]:
     """Versions, machine and commit of this run."""
     return {

@@ -65,6 +65,11 @@ class RunRow:
         return (self.measured_peak_bytes - self.start_bytes) / (self.eager_peak_bytes - self.start_bytes)
 
     @property
+    def planned_s(self) -> float | None:
+        """Seconds of the planned step, by its ratio to eager's."""
+        return None if self.measured_ratio is None or self.eager_s is None else self.measured_ratio * self.eager_s
+
+    @property
     def prediction_error(self) -> float | None:
         """Measured less predicted peak above the start, relative to measured."""
         if self.measured_peak_bytes is None or self.predicted_peak_bytes is None:
@@ -202,6 +207,7 @@ def _time_or_say_why(
     except OutOfMemory as answer:
         for found in candidates:
             found.failure = found.failure or str(answer)
+            found.ratios.clear()  # a median of fewer rounds than were asked for is none
         return None
 
 

@@ -18,7 +18,7 @@ import strategies
 from bench import figures
 from bench.exhaustion import OutOfMemory, guarded
 from bench.report import console, print_table
-from bench.results import command_line, resumed_rows, save_rows
+from bench.results import command_line, resumed_rows, save_rows, slug
 from bench.run import run_comparison
 from bench.workloads import WorkloadSpec, find_device
 from planner.ir import Graph, Timing, TimingKind
@@ -27,6 +27,7 @@ from planner.schedule import lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget
+from profiler.fake import made_without_memory
 from profiler.measure import measure
 
 # A process needs more than its tensors: keep this share of the machine's memory out of reach.
@@ -46,7 +47,7 @@ def run_sweep(
 ) -> list[dict[str, Any]]:
     """One row per batch size, a table and two figures."""
     sweep = _Sweep(spec, strategy_spec, budget, pairs=pairs, time_limit_s=time_limit_s)
-    file = out / f"sweep_{spec.slug}_{_slug(strategy_spec)}_{_slug(budget)}.json"
+    file = out / f"sweep_{spec.slug}_{slug(strategy_spec)}_{slug(budget)}.json"
     rows = resumed_rows(file, settings=sweep.settings)
     done = {row["batch"]: row for row in rows}
     if done:
@@ -84,10 +85,6 @@ def _title(settings: dict[str, Any], what: str) -> str:
     return f"{spec.title_of_all_batches}: {what} against batch size, {settings['strategy']} at {settings['budget']}"
 
 
-def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in text.replace("%", "pct"))
-
-
 class _Sweep:
     """One kind of work at growing batch sizes; remembers the largest measured graph, and whether memory ran out."""
 
@@ -123,7 +120,8 @@ class _Sweep:
             except OutOfMemory as answer:
                 self.exhausted = str(answer)
                 console.print(f"batch {batch}: {answer}; it and larger ones are predicted")
-        return self._predicted_row(spec, spec.capture(spec.make()).graph, self.exhausted, measured_rows)
+        workload = made_without_memory(lambda _: spec.make(), batch)
+        return self._predicted_row(spec, spec.capture(workload).graph, self.exhausted, measured_rows)
 
     def _measured_row(self, spec: WorkloadSpec) -> dict[str, Any]:
         found = run_comparison(
@@ -138,7 +136,7 @@ class _Sweep:
             "note": row.note,
             "exact": row.exact,
             "eager_s": row.eager_s,
-            "planned_s": None if row.measured_ratio is None else row.measured_ratio * (row.eager_s or 0.0),
+            "planned_s": row.planned_s,
             "eager_peak_bytes": row.eager_peak_bytes,
             "planned_peak_bytes": row.measured_peak_bytes,
         }

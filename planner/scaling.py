@@ -14,8 +14,8 @@ class Scaling:
     """The step at any batch: `low` and `high` are its graphs at two sizes, and must be the same op for op.
 
     Bytes and shapes are exact where they are affine in the batch, as they are unless a tensor holds batch x batch
-    elements or is padded to a size; `deviation` checks it against a third graph. Times and workspaces follow the
-    straight line through the two, which is exact for an op that is bound by the same thing at all three sizes.
+    elements or is padded to a size; `deviation` checks it against a third graph. Measured times and workspaces follow
+    the straight line through the two, which holds for an op that is bound by the same thing at all sizes.
     """
 
     low: Graph

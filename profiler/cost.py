@@ -6,7 +6,9 @@ plain roofline without any allowance, on which solvers are compared; it stays as
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +22,12 @@ from planner.plan import Plan
 from planner.schedule import Run, lower
 from profiler.capture import TracedStep
 from profiler.devices import A100, Device, Workspace
-from profiler.kinds import LOOKUPS, kind_of
+from profiler.kinds import LOOKUPS, OpKind, kind_of
 from profiler.ops import argument, base_name, memory_of, overload, tensors_of, written
 
 __all__ = [
-    "A100", "Device", "estimated", "flops", "is_view", "moved_bytes", "op_times_us", "side_bytes", "traffic_bytes",
-    "with_roofline_times",
+    "A100", "Device", "OpCost", "estimated", "flops", "is_view", "moved_bytes", "op_costs", "op_times_us",
+    "side_bytes", "traffic_bytes", "with_costs", "with_roofline_times",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -39,15 +41,62 @@ def estimated(step: TracedStep, device: Device) -> Graph:
 
     Views are free and nothing is fused. The fingerprint is the captured graph's own only where blocks are of one byte.
     """
-    graph = step.graph
-    in_place = _runs_in_place(graph)
-    ops = tuple(
-        op if is_view(graph, op) else _estimated_op(graph, op, node, device, in_place=op.id in in_place)
-        for op, node in zip(graph.ops, step.nodes, strict=True)
-    )
+    return with_costs(step.graph, op_costs(step), device)
+
+
+def with_costs(graph: Graph, costs: Sequence[OpCost | None], device: Device) -> Graph:
+    """`graph` as `device` is expected to run it, where these are the costs of its ops; None is a view."""
+    ops = tuple(op if cost is None else cost.op_on(device, op) for op, cost in zip(graph.ops, costs, strict=True))
     storages = tuple(replace(s, nbytes=device.rounded(s.nbytes)) for s in graph.storages)
     timing = Timing(kind=TimingKind.ESTIMATED, device=device.name)
     return replace(graph, ops=ops, storages=storages, timing=timing).validate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """What an op does, on whatever device. Each figure is affine in the batch; the time made from them is not."""
+
+    kind: OpKind
+    dtype: torch.dtype
+    flops: float
+    traffic_bytes: float
+    read_bytes: float
+    made_bytes: float
+    new_bytes: tuple[float, ...]  # of each storage that it makes, unless it runs in the memory of an input
+
+    def op_on(self, device: Device, op: Op) -> Op:
+        """The longer of arithmetic and traffic, what new memory takes, and one launch; and the op's workspace."""
+        arithmetic_s = self.flops / device.reached_flops(self.dtype, self.kind)
+        traffic_s = self.traffic_bytes / device.reached_bytes(self.kind)
+        new_s = sum(device.new_memory_s(nbytes) for nbytes in self.new_bytes)
+        side = math.ceil(max(self.read_bytes, self.made_bytes))  # as `side_bytes` has it
+        workspace = device.workspaces.get(self.kind, Workspace()).nbytes(side)
+        time_us = (max(arithmetic_s, traffic_s) + new_s) * 1e6 + device.launch_us
+        return replace(op, time_us=time_us, workspace_bytes=device.rounded(workspace))
+
+    def towards(self, other: OpCost, share: float) -> OpCost:
+        """The cost on the straight line through this one (share 0) and another (share 1), never below nothing."""
+
+        def along(low: float, high: float) -> float:
+            return max(0.0, low + (high - low) * share)
+
+        return replace(
+            self,
+            flops=along(self.flops, other.flops),
+            traffic_bytes=along(self.traffic_bytes, other.traffic_bytes),
+            read_bytes=along(self.read_bytes, other.read_bytes),
+            made_bytes=along(self.made_bytes, other.made_bytes),
+            new_bytes=tuple(along(a, b) for a, b in zip(self.new_bytes, other.new_bytes, strict=True)),
+        )
+
+
+def op_costs(step: TracedStep) -> tuple[OpCost | None, ...]:
+    """The cost of every op of a captured step; None for a view."""
+    graph, in_place = step.graph, _runs_in_place(step.graph)
+    return tuple(
+        None if is_view(graph, op) else _op_cost(graph, op, node, in_place=op.id in in_place)
+        for op, node in zip(graph.ops, step.nodes, strict=True)
+    )
 
 
 def _runs_in_place(graph: Graph) -> frozenset[int]:
@@ -55,15 +104,16 @@ def _runs_in_place(graph: Graph) -> frozenset[int]:
     return frozenset(r.op for r in lower(graph, Plan()).steps if isinstance(r, Run) and r.into is not None)
 
 
-def _estimated_op(graph: Graph, op: Op, node: fx.Node, device: Device, *, in_place: bool) -> Op:
-    """The longer of arithmetic and traffic, what new memory takes, and one launch; and the op's workspace."""
-    kind = kind_of(node)
-    new_s = 0.0 if in_place else sum(device.new_memory_s(graph.storages[s].nbytes) for s in graph.makes[op.id])
-    arithmetic_s = _flops(node) / device.reached_flops(_input_dtype(node), kind)
-    traffic_s = traffic_bytes(node) / device.reached_bytes(kind)
-    time_s = max(arithmetic_s, traffic_s) + new_s
-    workspace = device.workspaces.get(kind, Workspace()).nbytes(side_bytes(node))
-    return replace(op, time_us=time_s * 1e6 + device.launch_us, workspace_bytes=device.rounded(workspace))
+def _op_cost(graph: Graph, op: Op, node: fx.Node, *, in_place: bool) -> OpCost:
+    return OpCost(
+        kind=kind_of(node),
+        dtype=_input_dtype(node),
+        flops=_flops(node),
+        traffic_bytes=traffic_bytes(node),
+        read_bytes=_read_bytes(node),
+        made_bytes=_made_bytes(node),
+        new_bytes=() if in_place else tuple(graph.storages[s].nbytes for s in graph.makes[op.id]),
+    )
 
 
 def _flops(node: fx.Node) -> int:
@@ -90,8 +140,15 @@ def traffic_bytes(node: fx.Node) -> int:
 
 def side_bytes(node: fx.Node) -> int:
     """The larger of both sides of an op, all that it reads or all that it makes: what workspaces are measured by."""
-    read = sum(_bytes(t) for n in node.all_input_nodes for t in tensors_of(n))
-    return max(read, sum(_bytes(t) for t in tensors_of(node)))
+    return max(_read_bytes(node), _made_bytes(node))
+
+
+def _read_bytes(node: fx.Node) -> int:
+    return sum(_bytes(t) for n in node.all_input_nodes for t in tensors_of(n))
+
+
+def _made_bytes(node: fx.Node) -> int:
+    return sum(_bytes(t) for t in tensors_of(node))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -90,7 +90,7 @@ class Device:
         """Bytes a second that an op of this kind is counted on to move."""
         return self.bytes_per_s * self.bandwidth_share * self.share_by_kind.get(kind, 1.0)
 
-    def new_memory_s(self, nbytes: int) -> float:
+    def new_memory_s(self, nbytes: float) -> float:
         """Seconds that a new block of this size costs beside what is done in it."""
         return nbytes / (self.new_large_bytes_per_s if nbytes >= self.large_bytes else self.new_bytes_per_s)
 
@@ -269,9 +269,10 @@ def device(name_or_path: str) -> Device:
         bandwidth_gb_per_s = 936
         float32_tflops = 35.6
 
-    These may follow: tf32_tflops, float16_tflops, bfloat16_tflops (left out: at float32's rate), launch_us,
-    arithmetic_share, bandwidth_share, reserved_gib, fragmentation_share, block_bytes, matmul_workspace_mib,
-    convolution_workspace_share, source. Left out, they are what is allowed for every CUDA device.
+    These may follow: tf32_tflops, float16_tflops, bfloat16_tflops (left out: at float32's rate, and no flash
+    attention without the last), launch_us, arithmetic_share, bandwidth_share, reserved_gib, fragmentation_share,
+    block_bytes, matmul_workspace_mib, convolution_workspace_share, source. Left out, they are what is allowed for
+    every CUDA device.
     """
     path = Path(name_or_path)
     if path.suffix.lower() == ".toml" or path.is_file():

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from planner.errors import PlannerError
+
 # Frames of these directories are machinery: a person looks for the line of their own above them.
 _MACHINERY = (
     str(Path(torch.__file__).parent) + os.sep,
@@ -18,7 +20,7 @@ _MACHINERY = (
 )
 
 
-class CaptureError(Exception):
+class CaptureError(PlannerError):
     """A step that cannot be captured, or no longer is the one that was: the message says where and what to do."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn import init
 
+from planner.errors import PlannerError
 from profiler.errors import CaptureError, explain
 from profiler.swapping import generators_kept
 
@@ -45,7 +46,7 @@ def made_without_memory(make: Callable[[int], Any], batch_size: int) -> Any:
     try:
         with without_memory():
             return make(batch_size)
-    except CaptureError:
+    except PlannerError:  # it says itself what is wrong
         raise
     except Exception as error:
         reads = "it reads a tensor's value, and these have none" if _reads_values(error) else ""

@@ -39,7 +39,8 @@ WIDEST_FUSED_HEAD = 256
 _FLOAT32_ON_CUDA = (
     F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.softmax, torch.softmax, Tensor.softmax,
     F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.exp, Tensor.exp, torch.log, Tensor.log, torch.pow,
-    Tensor.pow, torch.rsqrt, Tensor.rsqrt, torch.logsumexp, Tensor.logsumexp, F.softplus, torch.sum, Tensor.sum,
+    Tensor.pow, Tensor.__pow__, torch.rsqrt, Tensor.rsqrt, torch.logsumexp, Tensor.logsumexp, F.softplus, torch.sum,
+    Tensor.sum,
 )  # fmt: skip
 
 
@@ -106,7 +107,8 @@ class GpuKernels(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (_dropout, torch.dropout):
-            return self._dropout(func, *args, **kwargs)
+            names = {"input": "x", "train": "training"}  # either function's own
+            return self._dropout(func, *args, **{names.get(name, name): value for name, value in kwargs.items()})
         if func is _attention:
             return self._attention(func, *args, **kwargs)
         if func in _FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):

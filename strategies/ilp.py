@@ -21,6 +21,7 @@ from planner.incremental import Incremental
 from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem
 from planner.units import human_bytes
+from strategies.ilp_bound import any_schedule_bound_us
 from strategies.ilp_model import Floats, SparseModel, StagedProgram
 from strategies.ilp_polish import Polish, enumerate_all, shed_free
 from strategies.ilp_shrink import smallest_peak
@@ -29,6 +30,7 @@ from strategies.ilp_work import FEW, Work, state_of
 
 SEEDS = ("mutwo", "sqrtn")
 ROUNDS = 60
+SECONDS_FOR_ANY_SCHEDULE = 2.0  # to prove that no schedule at all fits, when nothing was found
 EVALUATIONS = 4000  # of the exact simulator, for each candidate that is polished
 TRY_EVERY_SET = 12  # storages, up to which what the program leaves open is settled by trying every set
 SQRTN_SIMULATIONS = 90  # about what the seed `sqrtn` costs; a tenth where it need only beat what there is
@@ -76,6 +78,7 @@ class Search:
         self.smallest: Found | None = None  # the one with the smallest peak
         self.bound_us = bound_us
         self.impossible = False  # proven for every plan that recomputes once
+        self.hopeless = False  # proven for any schedule
         self.floor_bytes = 0  # the smallest peak not proven out of reach of such plans
         self.cut_off = False
         self.failure = ""
@@ -270,6 +273,7 @@ class Search:
         """Look for the smallest peak there is, and prove how small it can be."""
         if self.best is not None:
             return
+        self.hopeless = self._no_schedule_fits()
         found = smallest_peak(self.work, self.options.solver, deadline=self.deadline)
         self.floor_bytes = found.floor_bytes
         self.impossible |= found.floor_bytes > self.problem.budget_bytes
@@ -277,6 +281,16 @@ class Search:
         if found.state is not None:
             self._offer_state(found.state, "MILP")
             self._polish(found.state, "polish")
+
+    def _no_schedule_fits(self) -> bool:
+        """Whether it is proven that no amount of recomputation would do."""
+        seconds = min(SECONDS_FOR_ANY_SCHEDULE, self._left_s() / 4)
+        if seconds <= 0:
+            return floor(self.graph).nbytes > self.problem.budget_bytes
+        bound_us = any_schedule_bound_us(
+            self.graph, self.problem.budget_bytes, solver=self.options.solver, time_limit_s=seconds
+        )
+        return math.isinf(bound_us)
 
     def _try_every_set(self) -> None:
         """A graph this small leaves no question open."""
@@ -322,4 +336,5 @@ class Search:
     def _floor(self) -> str:
         once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if self.floor_bytes else ""
         proof = "proven: nothing that recomputes once fits; " if self.impossible else ""
+        proof = "proven: nothing fits, however often it recomputes; " if self.hopeless else proof
         return f"{proof}no schedule at all runs in less than {human_bytes(floor(self.graph).nbytes)}{once}"

@@ -28,8 +28,8 @@ DEFAULT_BATCH_AND_IMAGE = (16, 96)
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
-        default="sqrtn,mutwo,ilp",
-        help="one, several with commas, or 'all'; options after a colon: sqrtn:segments=12",
+        help="one, several with commas, or 'all'; options after a colon: sqrtn:segments=12 "
+        "(default sqrtn,mutwo,ilp; auto with --batches)",
     )
     parser.add_argument(
         "--budget",
@@ -62,7 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable(options.json)
-    specs, limits = strategy_specs(options.strategy), budgets(options.budget)
+    usual = "auto" if options.batches is not None else "sqrtn,mutwo,ilp"
+    specs, limits = strategy_specs(options.strategy or usual), budgets(options.budget)
     if options.graph is not None or options.synthetic is not None:
         return _compare_graphs(options, specs, limits)
     check_folder(options.out)

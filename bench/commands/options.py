@@ -136,5 +136,10 @@ def add_rows_out(parser: argparse.ArgumentParser) -> None:
 
 
 def names_a_workload(options: argparse.Namespace) -> bool:
-    """Whether the call says what to train, rather than leaving it to the command."""
-    return bool(options.model or options.source)
+    """Whether the call says what to train, rather than leaving it to the command; sizes of nothing are refused."""
+    if options.model or options.source:
+        return True
+    plain = {"batch": None, "image": None, "seq": None, "optimizer": None, "dtype": "float32", "device": "cpu"}
+    if told := [f"--{name}" for name, usual in plain.items() if getattr(options, name) != usual]:
+        raise PlannerError(f"{', '.join(told)} without a model: say which with --model or --import")
+    return False

@@ -28,14 +28,5 @@ def run(options: argparse.Namespace) -> int:
     specs, budgets = strategy_specs(options.strategy), split_commas(options.budget)
     named = names_a_workload(options)
     cases = model_cases([workload(options)] if named else MODELS, budgets, options.time_limit)
-    command = " ".join(["python -m bench plans", *_told(options), f"--time-limit {options.time_limit:g}"])
-    run_plans(cases if named else [*cases, *layered_cases()], specs, command=command, out=options.rows_file)
+    run_plans(cases if named else [*cases, *layered_cases()], specs, out=options.rows_file)
     return 0
-
-
-def _told(options: argparse.Namespace) -> list[str]:
-    """The options of the call that are not the defaults of the command."""
-    told = [f"--model {options.model}"] if options.model else []
-    told += [f"--{name} {getattr(options, name)}" for name in ("batch", "image", "seq") if getattr(options, name)]
-    told += [f"--strategy {options.strategy}"] if options.strategy != STRATEGIES else []
-    return told + ([f"--budget {options.budget}"] if options.budget != BUDGETS else [])

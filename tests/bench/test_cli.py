@@ -98,3 +98,29 @@ def test_peers_are_chosen_by_parts_of_their_names():
 def test_a_peer_that_is_not_there_is_told_before_any_work(capsys):
     assert main(["--model", "resnet18", "--peers", "magic"]) == 2
     assert "no peer has 'magic' in its name" in capsys.readouterr().err
+
+
+def test_sizes_without_a_model_are_refused_by_commands_that_have_a_list_of_their_own(capsys):
+    for command in ("accuracy", "plans", "large", "scaled", "calibrate"):
+        assert main([command, "--batch", "3"]) == 2
+        assert "--batch without a model" in capsys.readouterr().err
+
+
+def test_a_step_that_cannot_be_captured_is_one_line_not_a_traceback(capsys, tmp_path, monkeypatch):
+    (tmp_path / "reads_values.py").write_text(
+        "import torch\n"
+        "def step(model, optimizer, batch):\n"
+        "    loss = model(batch).sum()\n"
+        "    if loss.item() > 0:\n"
+        "        loss.backward()\n"
+        "    optimizer.step()\n"
+        "    return loss\n"
+        "def make(batch_size):\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    return step, model, torch.optim.SGD(model.parameters(), 0.1), torch.ones(batch_size, 2)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["profile", "--import", "reads_values:make"]) == 2
+    assert "reads_values.py:4" in capsys.readouterr().err

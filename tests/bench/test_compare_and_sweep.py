@@ -182,6 +182,12 @@ def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_mea
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
+def test_a_batch_that_cannot_even_be_made_is_predicted_without_memory(tmp_path):
+    rows = sweep(tmp_path, [2, 2**40])
+    assert [row["measured"] for row in rows] == [True, False]
+    assert rows[1]["eager_peak_bytes"] > 2**40
+
+
 def test_a_predicted_batch_after_an_interrupt_measures_the_largest_measured_one_anew(tmp_path, monkeypatch):
     sweep(tmp_path, [6])
     monkeypatch.setattr(bench.sweep, "fits_machine", lambda *_: False)

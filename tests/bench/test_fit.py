@@ -100,6 +100,28 @@ def test_blocks_are_rounded_after_scaling():
     assert SizedStep.of(steps, (4, 6), device).graph(11).storages == expected.storages
 
 
+def test_times_and_workspaces_far_from_both_captures_are_those_of_a_capture_there():
+    # Small batches are bound by reading the weights and large ones by arithmetic: no line through two times knows that.
+    device, steps = DEVICES["A100-40"], [capture_without_memory(resnet18, b) for b in (2, 4)]
+    expected = estimated(capture_without_memory(resnet18, 256), device)
+    found = SizedStep.of(steps, (2, 4), device).graph(256)
+    assert [op.time_us for op in found.ops] == pytest.approx([op.time_us for op in expected.ops], rel=1e-6)
+    blocks = [abs(a.workspace_bytes - b.workspace_bytes) for a, b in zip(found.ops, expected.ops, strict=True)]
+    assert max(blocks) <= device.block_bytes
+
+
+def test_a_step_that_wants_other_sizes_than_the_check_is_not_refused():
+    def picky(batch_size):
+        if batch_size % 12 == 0:
+            raise ValueError("batches of a dozen are not sold")
+        return make(batch_size)
+
+    report = fit(picky, card(1), batch=4, time_limit_s=1.0)
+    assert report.scaled.checked is None
+    assert "NOT checked at a third size" in str(report.scaled)
+    assert "not sold" in str(report.scaled)
+
+
 def test_a_step_that_is_not_affine_says_so():
     report = fit(pairs, card(2**30), batch=4, time_limit_s=QUICK_S)
     assert "NOT exact: at batch 13" in str(report.scaled)

@@ -84,6 +84,15 @@ def test_dropout_has_a_mask_of_bytes_and_its_state_is_a_philox():
     assert not any("bernoulli" in t for t in targets(step))
 
 
+def test_dropout_by_the_names_of_either_function():
+    class Named(nn.Linear):
+        def forward(self, x):
+            x = torch.dropout(input=super().forward(x), p=0.2, train=True)
+            return nn.functional.dropout(input=x, p=0.2, training=True)
+
+    assert changes(captured(lambda: Named(WIDTH, WIDTH)))[Change.DROPOUT][0] == 2
+
+
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_dropout_of_all_or_nothing_stays(p):
     step = captured(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(p)))
