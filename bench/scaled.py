@@ -42,7 +42,7 @@ def run_scaled(specs: Sequence[WorkloadSpec], *, out: Path | None) -> list[dict[
 
 
 CAPTION = (
-    "Peaks are of what the captured step adds to memory. 'scaled': the line through measured graphs at the two smaller "
+    "Peaks are of what the captured step adds to memory. 'scaled': the line through measured graphs at the two other "
     "batches; 'captured': a measured graph at the batch itself. Tensors scale exactly; workspaces of ops need not."
 )
 
@@ -50,7 +50,8 @@ CAPTION = (
 def scaled_row(spec: WorkloadSpec) -> dict[str, Any]:
     """The batch of `spec` by two predictions, and by the allocator."""
     whole = spec.batch_size
-    sizes = (max(1, whole // 4), max(2, whole // 2))
+    low = max(2, whole // 4)  # a batch of 1 has views where others have copies
+    sizes = (low, max(low + 1, whole // 2))
     low, high = (_measured(spec.at_batch(size)) for size in sizes)
     predicted = Scaling(low=low, high=high, low_batch=sizes[0], high_batch=sizes[1]).at(whole)
     captured, allocator_bytes = _run(spec)
