@@ -25,7 +25,6 @@ CASES = (
     WorkloadSpec(model="resnet50", batch=16),
     WorkloadSpec(model="mobilenet", batch=32),
     WorkloadSpec(model="bert", batch=8, seq=128),
-    WorkloadSpec(model="gpt2", batch=4, seq=128),
 )
 
 

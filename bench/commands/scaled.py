@@ -8,7 +8,7 @@ from bench.commands.options import add_rows_out, add_workload, names_a_workload,
 
 HELP = (
     "Predict the peak at a batch from captures at a quarter and half of it, and measure it. "
-    "Without a model: ResNet-50, MobileNetV3, BERT and GPT-2."
+    "Without a model: ResNet-50, MobileNetV3 and BERT."
 )
 
 
