@@ -49,8 +49,8 @@ CAPTION = (
 def scaled_row(spec: WorkloadSpec) -> dict[str, Any]:
     """The batch of `spec` by two predictions, and by the allocator."""
     whole = spec.batch_size
-    low = max(2, whole // 4)  # a batch of 1 has views where others have copies
-    sizes = (low, max(low + 1, whole // 2))
+    quarter = max(2, whole // 4)  # a batch of 1 has views where others have copies
+    sizes = (quarter, max(quarter + 1, whole // 2))
     low, high = (_measured(spec.at_batch(size)) for size in sizes)
     predicted = Scaling(low=low, high=high, low_batch=sizes[0], high_batch=sizes[1]).at(whole)
     captured, allocator_bytes = _run(spec)
