@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.fresh import row_of
 from bench.report import console, print_table
 from bench.results import command_line, save_rows
 from bench.timing import clock_for, spread
@@ -74,20 +73,11 @@ def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None)
             )
     for spec in specs:
         with console.status(f"measuring {spec.title} in a fresh process"):
-            rows.append(_in_fresh_process(spec, pairs))
+            rows.append(row_of("bench.accuracy", spec, pairs, env=FRESH))
         print_table("Accuracy so far", COLUMNS, [accuracy_cells(row) for row in rows])
         if out is not None:
             save_rows(out, command=command_line(), rows=rows)
     return rows
-
-
-def _in_fresh_process(spec: WorkloadSpec, pairs: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.accuracy", json.dumps(asdict(spec)), str(pairs)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **FRESH}, check=False)
-    if done.returncode:
-        raise PlannerError(f"{spec.title}: measuring failed: {done.stderr.strip().splitlines()[-1:]}")
-    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return row
 
 
 def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:

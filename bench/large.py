@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ from typing import Any
 
 import strategies
 from bench.fit import target_for
+from bench.fresh import row_of
 from bench.models import Workload
 from bench.report import console, print_table
 from bench.results import command_line, save_rows
 from bench.workloads import WorkloadSpec
-from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import simulate
@@ -67,20 +66,11 @@ def run_large(specs: Sequence[WorkloadSpec], *, time_limit_s: float, out: Path |
     rows: list[dict[str, Any]] = []
     for spec in specs:
         with console.status(f"capturing and planning {spec.title} in a fresh process"):
-            rows.append(_in_fresh_process(spec, time_limit_s))
+            rows.append(row_of("bench.large", spec, time_limit_s))
         print_table("Large models so far", COLUMNS, [large_cells(row) for row in rows])
         if out is not None:
             save_rows(out, command=command_line(), rows=rows)
     return rows
-
-
-def _in_fresh_process(spec: WorkloadSpec, time_limit_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.large", json.dumps(asdict(spec)), str(time_limit_s)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise PlannerError(f"{spec.title}: failed: {done.stderr.strip().splitlines()[-1:]}")
-    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return row
 
 
 def measure_large(spec: WorkloadSpec, time_limit_s: float) -> LargeRow:

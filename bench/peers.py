@@ -6,10 +6,8 @@ A peer that fails is a row that says why.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from bench.fresh import FreshProcessError, row_of
 from bench.models import Workload
 from bench.report import console, print_table
 from bench.timing import clock_for, spread
@@ -117,8 +116,16 @@ def peer_rows(spec: WorkloadSpec, names: Sequence[str], *, pairs: int) -> Iterat
     """Each peer on one model, as soon as it is measured."""
     for name in names:
         with console.status(f"{spec.title}: {name}"):
-            row = _in_own_process(spec, name, pairs)
+            row = _row_or_why_not(spec, name, pairs)
         yield row
+
+
+def _row_or_why_not(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]:
+    try:
+        return row_of("bench.peers", spec, name, pairs)
+    except FreshProcessError as error:
+        reason = str(error).rpartition(f"{NotForThisModelError.__name__}: ")[2]
+        return {"model": spec.title, "peer": name, "error": reason}
 
 
 def print_peers(spec: WorkloadSpec, rows: Sequence[dict[str, Any]], *, pairs: int) -> None:
@@ -128,16 +135,6 @@ def print_peers(spec: WorkloadSpec, rows: Sequence[dict[str, Any]], *, pairs: in
         f"{pairs} rounds in turn). 'exact': after {PROVEN_STEPS} steps, compared bit by bit."
     )
     print_table(f"{spec.title}: what else there is", COLUMNS, [peer_cells(row) for row in rows], caption=caption)
-
-
-def _in_own_process(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.peers", json.dumps(asdict(spec)), name, str(pairs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return row
-    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return {"model": spec.title, "peer": name, "error": reason.rpartition(f"{NotForThisModelError.__name__}: ")[2]}
 
 
 def measure_peer(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from bench import results
 from bench.models import ZOO, MakeOptimizer, Maker, Workload
 from planner.errors import PlannerError
 from profiler.capture import TracedStep, capture
@@ -100,7 +101,7 @@ class WorkloadSpec:
             self.device if self.device != "cpu" else "",
             *self.liberties,
         )
-        return "_".join("".join(c if c.isalnum() else "_" for c in size) for size in sizes if size)
+        return "_".join(results.slug(size) for size in sizes if size)
 
     def make(self) -> Workload:
         """The train step, model, optimizer and batch; WorkloadError names what cannot be had."""
