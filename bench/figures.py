@@ -31,7 +31,12 @@ PHASE_COLORS = {Phase.FORWARD: "#eef5ee", Phase.BACKWARD: "#fdf1ea", Phase.OPTIM
 ROLE_NAMES = {Role.PARAM: "parameters", Role.BUFFER: "buffers", Role.OPT_STATE: "optimizer state"}
 ROLE_NAMES |= {Role.INPUT: "batch", Role.OUTPUT: "outputs", Role.GRADIENT: "gradients", Role.TEMP: "temporaries"}
 ROLE_NAMES |= {Role.ACTIVATION: "activations"}
-GIB = 2**30
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+
+
+def unit_for(nbytes: float) -> tuple[int, str]:
+    """The unit of an axis that ends at `nbytes`: its size and its name."""
+    return next((unit for unit in UNITS if nbytes >= unit[0]), UNITS[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,22 +161,24 @@ def axes_for(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator
 
 def draw_memory(path: Path, curves: Sequence[Curve], *, title: str, budget_bytes: int | None = None) -> None:
     """Memory over time, one line per curve on one axis; recomputation is marked under the lines."""
+    highest = max(c.peak_bytes for c in curves)
+    size, unit = unit_for(highest)
     with axes_for(path) as axes:
         end = max(c.ms[-1] for c in curves)
         _shade_phases(axes, curves[0], curves[0].ms[-1])
         for i, c in enumerate(curves):
             color = ("#444444", "#2a7f3f", "#b3541e", "#5a4a9c")[i % 4]
-            axes.step(c.ms, [n / GIB for n in c.nbytes], where="post", color=color, lw=1.1, label=c.label)
-            axes.plot([c.peak_ms], [c.peak_bytes / GIB], "o", color=color, ms=5)
+            axes.step(c.ms, [n / size for n in c.nbytes], where="post", color=color, lw=1.1, label=c.label)
+            axes.plot([c.peak_ms], [c.peak_bytes / size], "o", color=color, ms=5)
             for start, stop in c.rerun_ms:
                 axes.plot([start, stop], [0.012 * (i + 1)] * 2, color=color, lw=3, solid_capstyle="butt",
                           transform=axes.get_xaxis_transform())  # fmt: skip
         if budget_bytes is not None:
             axes.axhline(
-                budget_bytes / GIB, color="#aa2222", lw=1, ls="--", label=f"budget {human_bytes(budget_bytes)}"
+                budget_bytes / size, color="#aa2222", lw=1, ls="--", label=f"budget {human_bytes(budget_bytes)}"
             )
-        axes.set(xlabel="time in the step (ms)", ylabel="live memory (GiB)", title=title, xlim=(0, end))
-        axes.set_ylim(bottom=0, top=1.12 * max(c.peak_bytes for c in curves) / GIB)
+        axes.set(xlabel="time in the step (ms)", ylabel=f"live memory ({unit})", title=title, xlim=(0, end))
+        axes.set_ylim(bottom=0, top=1.12 * highest / size)
         axes.legend(loc="lower left", bbox_to_anchor=(0.01, 0.06), frameon=False)
 
 
@@ -242,17 +249,18 @@ def draw_memory_by_role(path: Path, graph: Graph, schedule: Schedule, *, title: 
     line = curve(graph, schedule, timeline, label="")
     series = bytes_by_role(graph, schedule)
     runs = [i for i, step in enumerate(schedule.steps) if isinstance(step, Run)]
+    size, unit = unit_for(line.peak_bytes)
     with axes_for(path) as axes:
         order = [role for role in ROLE_COLORS if role in series]
-        stacked = [[series[role][i] / GIB for i in (*runs, runs[-1])] for role in order]
+        stacked = [[series[role][i] / size for i in (*runs, runs[-1])] for role in order]
         _shade_phases(axes, line, line.ms[-1])
         axes.stackplot(line.ms, stacked, colors=[ROLE_COLORS[r] for r in order], labels=[ROLE_NAMES[r] for r in order],
                        step="post", lw=0)  # fmt: skip
-        axes.plot([line.peak_ms], [line.peak_bytes / GIB], "kv", ms=6)
-        axes.annotate(f"peak {human_bytes(line.peak_bytes)}", (line.peak_ms, line.peak_bytes / GIB), (0, 8),
+        axes.plot([line.peak_ms], [line.peak_bytes / size], "kv", ms=6)
+        axes.annotate(f"peak {human_bytes(line.peak_bytes)}", (line.peak_ms, line.peak_bytes / size), (0, 8),
                       textcoords="offset points", ha="center", fontsize=9)  # fmt: skip
-        axes.set(xlabel="time in the step (ms)", ylabel="live memory (GiB)", title=title, xlim=(0, line.ms[-1]))
-        axes.set_ylim(0, 1.25 * line.peak_bytes / GIB)
+        axes.set(xlabel="time in the step (ms)", ylabel=f"live memory ({unit})", title=title, xlim=(0, line.ms[-1]))
+        axes.set_ylim(0, 1.25 * line.peak_bytes / size)
         handles, labels = axes.get_legend_handles_labels()
         axes.legend(
             handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9
@@ -262,16 +270,17 @@ def draw_memory_by_role(path: Path, graph: Graph, schedule: Schedule, *, title: 
 def draw_peak_breakdown(path: Path, timeline: Timeline, *, title: str) -> None:
     """What the peak consists of, one bar per role."""
     parts = sorted(timeline.peak_by_role, key=lambda part: part[1])
+    largest = max((n for _, n in parts), default=1)
+    size, unit = unit_for(largest)
     with axes_for(path, height=3.2) as axes:
         bars = axes.barh(
             [ROLE_NAMES[role] for role, _ in parts],
-            [n / GIB for _, n in parts],
+            [n / size for _, n in parts],
             color=[ROLE_COLORS[role] for role, _ in parts],
         )
         labels = [f" {human_bytes(n)} ({n / timeline.peak_bytes:.0%})" for _, n in parts]
         axes.bar_label(bars, labels, fontsize=9)
-        largest = max((n for _, n in parts), default=1)
-        axes.set(xlabel="live memory at the peak (GiB)", title=title, xlim=(0, 1.3 * largest / GIB))
+        axes.set(xlabel=f"live memory at the peak ({unit})", title=title, xlim=(0, 1.3 * largest / size))
 
 
 def draw_largest(path: Path, rows: Sequence[Largest], *, title: str) -> None:
@@ -310,17 +319,20 @@ def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) 
 
     present = {name for row in rows for name in (*row["by_role_eager"], *row["by_role_planned"])}
     roles = [role for role in ROLE_COLORS if role.value in present]
-    highest = max((sum(row["by_role_eager"].values()) for row in rows), default=1) / GIB
+    most_bytes = max((sum(row["by_role_eager"].values()) for row in rows), default=1)
+    size, unit = unit_for(most_bytes)
+    highest = most_bytes / size
     with axes_for(path, width=max(8.0, 2.5 + 1.3 * len(rows))) as axes:
         for i, row in enumerate(rows):
-            _stack(axes, i - 0.2, row["by_role_eager"], roles, hatch="" if row["measured"] else "///", faded=False)
-            top = _stack(axes, i + 0.2, row["by_role_planned"], roles, hatch="" if row["measured"] else "///",
-                         faded=row["status"] != "fits")  # fmt: skip
+            hatch = "" if row["measured"] else "///"
+            eager, planned = (_heights(row[key], roles, size) for key in ("by_role_eager", "by_role_planned"))
+            _stack(axes, i - 0.2, eager, hatch=hatch, faded=False)
+            top = _stack(axes, i + 0.2, planned, hatch=hatch, faded=row["status"] != "fits")
             axes.text(i + 0.2, top + 0.01 * highest, reduction_label(row), ha="center", va="bottom", fontsize=9)
         labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in rows]
         axes.set_xticks(range(len(rows)), labels)
         axes.set(
-            xlabel="batch size (left bar: without a plan, right bar: with)", ylabel="peak memory (GiB)", title=title
+            xlabel="batch size (left bar: without a plan, right bar: with)", ylabel=f"peak memory ({unit})", title=title
         )
         axes.set_ylim(0, 1.15 * highest)
         handles = [Patch(color=ROLE_COLORS[role], label=ROLE_NAMES[role]) for role in reversed(roles)]
@@ -331,11 +343,14 @@ def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) 
         axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _stack(axes: Any, x: float, by_role: dict[str, int], roles: Sequence[Role], *, hatch: str, faded: bool) -> float:
-    """One bar, stacked by role; its top in GiB. A faded one is a plan that does not fit."""
+def _heights(by_role: dict[str, int], roles: Sequence[Role], size: int) -> dict[Role, float]:
+    return {role: by_role.get(role.value, 0) / size for role in roles}
+
+
+def _stack(axes: Any, x: float, heights: dict[Role, float], *, hatch: str, faded: bool) -> float:
+    """One bar, stacked by role; returns its top. A faded one is a plan that does not fit."""
     bottom = 0.0
-    for role in roles:
-        height = by_role.get(role.value, 0) / GIB
+    for role, height in heights.items():
         axes.bar(x, height, 0.36, bottom=bottom, color=ROLE_COLORS[role], alpha=0.3 if faded else 1.0, hatch=hatch,
                  edgecolor="white" if hatch else "none", lw=0)  # fmt: skip
         bottom += height

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.figures import axes_for
+from bench.figures import axes_for, unit_for
 from planner.units import human_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ LOOKS: tuple[dict[str, Any], ...] = (
 )
 PROVING: dict[str, Any] = {"color": "#14532d", "marker": "o", "ls": "-", "lw": 1.8, "zorder": 4}
 SINGLE: dict[str, Any] = {"color": "#111111", "marker": "*", "ls": "none", "ms": 11, "zorder": 5}
-UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
 def undominated(rows: Sequence[TradeOffRow]) -> list[tuple[int, float]]:
@@ -49,7 +48,7 @@ def impossible_bytes(rows: Sequence[TradeOffRow]) -> int | None:
 
 def draw_trade_off(path: Path, found: TradeOff) -> None:
     """Overhead against peak: the nearer to the lower left corner, the better."""
-    size, unit = next((n, name) for n, name in UNITS if found.peak_bytes >= n)
+    size, unit = unit_for(found.peak_bytes)
     proving = [name for name in found.strategies if any(row.bound is not None for row in found.of(name))]
     lines = {name: undominated(found.of(name)) for name in found.strategies}
     with axes_for(path, width=10.0, height=5.0) as axes:

@@ -163,7 +163,9 @@ def gpt2(
     """GPT2LMHeadModel with tied head and dropout; the default config is the smallest GPT-2's."""
     transformers = _transformers()
     torch.manual_seed(seed)
-    settings = transformers.GPT2Config(attn_implementation=attention, use_cache=False, **config)
+    settings = transformers.GPT2Config(
+        attn_implementation=attention, use_cache=False, loss_type="ForCausalLM", **config
+    )
     model = transformers.GPT2LMHeadModel(settings).train()
     tokens = torch.randint(0, settings.vocab_size, (batch_size, seq))
     batch = {"input_ids": tokens, "labels": tokens.clone()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,10 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 T = TypeVar("T")
+
+# The profiler's library writes two lines to the terminal at every use, through progress bars and tables. It reads this
+# once, before its first use, and a level that the user has set stays.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,14 @@ def test_every_figure_is_drawn(tmp_path):
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "unit"),
+    [(0, (1, "bytes")), (1023, (1, "bytes")), (1024, (2**10, "KiB")), (3 * 2**29, (2**30, "GiB")), (2**30 - 1, (2**20, "MiB"))],
+)
+def test_an_axis_has_the_largest_unit_that_its_end_holds_once(nbytes, unit):
+    assert figures.unit_for(nbytes) == unit
+
+
 def batch_row(batch, **changed):
     roles = {"param": 10, "activation": 30}
     row = {"batch": batch, "measured": True, "status": "fits", "eager_s": 1.0, "planned_s": 1.1}

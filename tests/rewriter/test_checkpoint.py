@@ -496,7 +496,7 @@ def test_another_shape_that_does_not_fit_is_refused_and_the_old_one_goes_on():
     fixed(workload[3])
 
 
-def test_two_hundred_calls_leave_nothing_behind():
+def test_a_thousand_calls_leave_nothing_behind():
     workload = make()
     step = planned(workload)
     batches = varied(workload[3], 4)
@@ -512,7 +512,7 @@ def test_two_hundred_calls_leave_nothing_behind():
 
     call(20)
     objects, tensors = counted()
-    call(200)
+    call(1000)
     after = counted()
     assert after[1] == tensors
     assert after[0] - objects < 100, "less than one for every other call"
