@@ -98,7 +98,7 @@ def state_of(graph: Graph, dropped: Collection[int], *, in_place: bool) -> Incre
 def first_moments(reduction: Reduction, *, in_place: bool) -> set[int]:
     """Where memory is counted at first: at turns, where the unplanned step peaks, and at the worst of equal windows."""
     graph = reduction.graph
-    turns = [op.id - 1 for op in graph.ops if op.id > 0 and _turns(graph, op.id)]
+    turns = backward_starts(graph)
     moments = {*turns, Incremental(graph, in_place=in_place).peak()[1]}
     if not turns:
         return moments
@@ -110,9 +110,14 @@ def first_moments(reduction: Reduction, *, in_place: bool) -> set[int]:
     return moments
 
 
-def _turns(graph: Graph, op: int) -> bool:
-    """Whether a backward starts with `op`."""
-    return graph.ops[op].phase is Phase.BACKWARD and graph.ops[op - 1].phase is not Phase.BACKWARD
+def backward_starts(graph: Graph) -> list[int]:
+    """The last op of every forward that a backward follows; updates of parameters in between interrupt neither."""
+    passes = [op for op in graph.ops if op.phase is not Phase.OPTIMIZER]
+    return [
+        after.id - 1
+        for before, after in pairwise(passes)
+        if after.phase is Phase.BACKWARD and before.phase is not Phase.BACKWARD
+    ]
 
 
 def _worst(over: Bytes, count: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -36,7 +37,7 @@ from strategies.ilp_model import StagedProgram
 from strategies.ilp_polish import shed_free
 from strategies.ilp_reduce import reduce
 from strategies.ilp_solvers import Outcome, SolverError, SolverName, solve_model
-from strategies.ilp_work import first_moments
+from strategies.ilp_work import backward_starts, first_moments
 from tests.graphs import networks
 from tests.reference import naive_bytes, subsets
 
@@ -259,6 +260,15 @@ def test_it_keeps_the_gap_it_was_asked_for_or_says_that_it_was_cut_off():
     for gap in (0.0, 0.05):
         solution = solve(problem_at(unet(3), 0.7), Ilp(gap=gap))
         assert solution.plan.cut_off or solution.gap <= gap + 1e-5
+
+
+def test_updates_in_the_middle_of_a_backward_begin_no_new_one():
+    graph = residual_tower(6)
+    (turn,) = backward_starts(graph)
+    updates = range(turn + 3, len(graph.ops), 3)
+    ops = [replace(op, phase=Phase.OPTIMIZER) if op.id in updates else op for op in graph.ops]
+    assert backward_starts(replace(graph, ops=tuple(ops))) == [turn]
+    assert len(backward_starts(accumulation(2, 8))) == 2
 
 
 def test_two_rounds_are_planned_in_both():
