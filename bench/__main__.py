@@ -23,7 +23,7 @@ COMMANDS = {
     "large": "models too large for this machine: captured, planned, predicted",
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
     "pareto": "the whole trade-off of a step: overhead against peak, with the proven bound; as a figure",
-    "results": "make the tables of bench/results again from the rows beside them",
+    "results": "make the tables and figures of bench/results again from the rows beside them",
     "graph": "the step before and after rewriting: text, DOT, a page, the plan as a figure",
     "micro": "how fast planning is, and how it grows",
 }

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.fresh import row_of
-from bench.report import console, print_table
+from bench.fresh import give_row, row_of
+from bench.report import print_table, stage
 from bench.results import command_line, save_rows
-from bench.timing import clock_for, spread
+from bench.timing import clock_for, gradients_put_back, spread
 from bench.workloads import WorkloadSpec
 from planner.errors import PlannerError
 from planner.plan import Plan
@@ -72,7 +72,7 @@ def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None)
                 "leave out --device, or use `python -m bench verify` for predicted against measured peaks"
             )
     for spec in specs:
-        with console.status(f"measuring {spec.title} in a fresh process"):
+        with stage(f"measuring {spec.title} in a fresh process"):
             rows.append(row_of("bench.accuracy", spec, pairs, env=FRESH))
         print_table("Accuracy so far", COLUMNS, [accuracy_cells(row) for row in rows])
         if out is not None:
@@ -89,7 +89,7 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     graph = measured.graph
     schedule = lower(graph, Plan())
     module = apply(measured.traced, schedule)
-    meter = meter_for(next(model.parameters()).device)
+    meter, put_back = meter_for(next(model.parameters()).device), gradients_put_back(traced)
 
     def captured() -> Any:
         return traced.convention.call(module, batch)
@@ -100,6 +100,7 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     def from_clean(read: Callable[[Callable[[], Any]], int], call: Callable[[], Any]) -> int:
         for p in model.parameters():
             p.grad = None
+        put_back()
         gc.collect()
         return read(call)
 
@@ -109,7 +110,9 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     eager_allocator = from_clean(lambda call: peak_above_start(meter, call), eager)
     eager_times, captured_times = [], []
     for _ in range(pairs):
+        put_back()
         eager_times.append(clock.seconds(eager))
+        put_back()
         captured_times.append(clock.seconds(captured))
     ratios = spread([b / a for a, b in zip(eager_times, captured_times, strict=True)])
     assert ratios is not None
@@ -172,4 +175,4 @@ def accuracy_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure_accuracy(WorkloadSpec(**json.loads(sys.argv[1])), int(sys.argv[2])))))
+    give_row(lambda: asdict(measure_accuracy(WorkloadSpec(**json.loads(sys.argv[1])), int(sys.argv[2]))))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures
-from bench.report import console, print_table
+from bench.report import console, print_table, stage
 from bench.results import command_line, save_rows
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph
@@ -48,23 +48,21 @@ def run_calibration(
     sizes: Sizes | None = None,
 ) -> list[dict[str, Any]]:
     """One row a model, saved as they come; beside `out`, a figure of the same name."""
-    with console.status("calibrating this CPU"):
+    with stage("calibrating this CPU"):
         device = calibrated_cpu(sizes)
     print_device(device)
-    rows, panels = list[dict[str, Any]](), list[figures.Estimates]()
+    rows: list[dict[str, Any]] = []
     for spec in specs:
-        with console.status(f"measuring and planning {spec.title}"):
-            row, panel = calibrate_model(spec, device, strategies, budgets, time_limit_s=time_limit_s)
+        with stage(f"measuring and planning {spec.title}"):
+            row = calibrate_model(spec, device, strategies, budgets, time_limit_s=time_limit_s)
         rows.append(row)
-        panels.append(panel)
         print_table(f"{spec.title}: {device.name}, estimated against measured", COLUMNS, [calibration_cells(row)])
         for title, columns, cells in more_tables([row]):
             print_table(title, columns, cells)
         console.print(summary(rows))
         if out is not None:
             save_rows(out, command=command_line(), rows=rows)
-            title = f"Op times estimated for {device.name}, against those measured on it"
-            figures.draw_estimates(out.with_suffix(".png"), panels, title=title)
+            draw_points(out.with_suffix(".png"), rows)
     return rows
 
 
@@ -100,14 +98,14 @@ class Point:
 
 def calibrate_model(
     spec: WorkloadSpec, device: Device, strategies: Sequence[str], budgets: Sequence[str], *, time_limit_s: float
-) -> tuple[dict[str, Any], figures.Estimates]:
-    """The row of one model, and its panel of the figure."""
+) -> dict[str, Any]:
+    """The row of one model."""
     step, model, optimizer, batch = spec.make()
     traced = capture(step, model, optimizer, batch, name=spec.title)
     guess = estimated(traced, device)
     truth = measure(traced, batch, show_progress=False).graph
     found = points(traced, guess, truth)
-    row = {
+    return {
         "model": spec.title,
         "times": [str(guess.timing), str(truth.timing)],
         **agreement(found),
@@ -117,12 +115,8 @@ def calibrate_model(
             for budget in budgets
             for strategy in strategies
         ],
+        "points": by_group(found),
     }
-    panel = figures.Estimates(
-        title=f"{spec.title}: estimated {guess.time_us / truth.time_us:.2f}x measured",
-        points=tuple((GROUPS[p.kind], p.estimated_us, p.measured_us) for p in found),
-    )
-    return row, panel
 
 
 def points(traced: TracedStep, guess: Graph, truth: Graph) -> list[Point]:
@@ -132,6 +126,16 @@ def points(traced: TracedStep, guess: Graph, truth: Graph) -> list[Point]:
         for node, a, b in zip(traced.nodes, guess.ops, truth.ops, strict=True)
         if not is_view(truth, b) and b.time_us > 0
     ]
+
+
+def by_group(found: Sequence[Point]) -> dict[str, dict[str, list[float]]]:
+    """Times as the figure shows them, four digits each: column by column, which keeps the file short."""
+    columns: dict[str, dict[str, list[float]]] = {}
+    for point in found:
+        column = columns.setdefault(GROUPS[point.kind], {"estimated_us": [], "measured_us": []})
+        column["estimated_us"].append(float(f"{point.estimated_us:.4g}"))
+        column["measured_us"].append(float(f"{point.measured_us:.4g}"))
+    return columns
 
 
 def agreement(found: Sequence[Point]) -> dict[str, Any]:
@@ -191,6 +195,26 @@ def ranks(values: Sequence[float]) -> list[float]:
             found[place] = (start + i + 1) / 2
         start = i
     return found
+
+
+def draw_points(path: Path, rows: Sequence[dict[str, Any]]) -> list[Path]:
+    """The figure of every op, one panel a model; none where rows were saved without their points."""
+    if not rows or any("points" not in row for row in rows):
+        return []
+    title = f"Op times {rows[0]['times'][0]}, against those measured on it"
+    figures.draw_estimates(path, [panel(row) for row in rows], title=title)
+    return [path]
+
+
+def panel(row: dict[str, Any]) -> figures.Estimates:
+    """One model's part of the figure."""
+    shown = (
+        (group, estimated_us, measured_us)
+        for group, columns in row["points"].items()
+        for estimated_us, measured_us in zip(columns["estimated_us"], columns["measured_us"], strict=True)
+    )
+    ratio = row["estimated_us"] / row["measured_us"]
+    return figures.Estimates(title=f"{row['model']}: estimated {ratio:.2f}x measured", points=tuple(shown))
 
 
 # -- plans made from either -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 import strategies
 from bench.models import ZOO, Workload
-from bench.report import console, print_table
+from bench.report import console, print_table, say
 from bench.results import command_line, save_rows
 from bench.workloads import OPTIMIZERS
 from planner.plan import candidates
@@ -41,7 +41,9 @@ def run_exactness(specs: Sequence[str], *, steps: int, out: Path | None) -> bool
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("proving", total=len(MODELS) * len(OPTIMIZER_NAMES) * len(specs))
         for row in _rows(specs, steps):
-            bar.update(task, advance=1, description=f"{row['model']} {row['optimizer']} {row['strategy']}")
+            done = f"{row['model']} {row['optimizer']} {row['strategy']}"
+            bar.update(task, advance=1, description=done)
+            say(f"{done}: {'exact' if row['exact'] else 'DIFFERS'}")
             rows.append(row)
     _print(rows, steps)
     if out is not None:

@@ -6,25 +6,14 @@ import gc
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from planner.errors import PlannerError
+from profiler.capacity import is_exhaustion
 
 T = TypeVar("T")
 
-# How the CPU's allocator says it; it raises a plain RuntimeError.
-_CPU_WORDS = ("can't allocate memory", "not enough memory")
-
 
 class OutOfMemory(PlannerError):  # noqa: N818 - an answer, not a fault
-    """The machine's memory was not enough for a step."""
-
-
-def is_exhaustion(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on the CPU or on a GPU."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+    """The machine's memory was not enough for a step, or would not be."""
 
 
 def guarded(what: str, call: Callable[[], T]) -> T:

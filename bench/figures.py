@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,6 +58,8 @@ def curve(graph: Graph, schedule: Schedule, timeline: Timeline, *, label: str) -
     clock, times, nbytes, reruns = 0.0, list[float](), list[int](), list[tuple[float, float]]()
     borders: list[tuple[float, Phase]] = []
     peak_ms = 0.0
+    # Updates of single parameters in the middle of a backward are no phase of their own.
+    last_pass = max((op.id for op in graph.ops if op.phase is not Phase.OPTIMIZER), default=-1)
     for position, (step, live) in enumerate(zip(schedule.steps, timeline.bytes_at, strict=True)):
         if not isinstance(step, Run):
             continue
@@ -65,7 +68,7 @@ def curve(graph: Graph, schedule: Schedule, timeline: Timeline, *, label: str) -
             peak_ms = clock / 1e3
         if step.kind is RunKind.RERUN:
             reruns.append((clock / 1e3, (clock + op.time_us) / 1e3))
-        elif not borders or borders[-1][1] is not op.phase:
+        elif (not borders or borders[-1][1] is not op.phase) and (op.phase is not Phase.OPTIMIZER or op.id > last_pass):
             borders.append((clock / 1e3, op.phase))
         times.append(clock / 1e3)
         nbytes.append(live)
@@ -144,6 +147,13 @@ def short_target(target: str) -> str:
 @contextmanager
 def axes_for(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator[Any]:
     """Axes to draw on; saved to `path` when done."""
+    with axes_beside(path, [1], width=width, height=height) as (axes,):
+        yield axes
+
+
+@contextmanager
+def axes_beside(path: Path, shares: Sequence[float], *, width: float, height: float = 4.5) -> Iterator[list[Any]]:
+    """Axes side by side, as wide as their shares; saved to `path` when done."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,9 +161,11 @@ def axes_for(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator
 
     style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.titlesize": 11}
     with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+        figure, grid = pyplot.subplots(
+            1, len(shares), figsize=(width, height), layout="constrained", squeeze=False, width_ratios=shares
+        )
         try:
-            yield axes
+            yield list(grid[0])
             figure.savefig(path, dpi=150)
         finally:
             pyplot.close(figure)
@@ -177,7 +189,8 @@ def draw_memory(path: Path, curves: Sequence[Curve], *, title: str, budget_bytes
             axes.axhline(
                 budget_bytes / size, color="#aa2222", lw=1, ls="--", label=f"budget {human_bytes(budget_bytes)}"
             )
-        axes.set(xlabel="time in the step (ms)", ylabel=f"live memory ({unit})", title=title, xlim=(0, end))
+        axes.set(xlabel="time in the step (ms)", ylabel=f"live memory ({unit})", xlim=(0, end))
+        axes.set_title(textwrap.fill(title, 95))
         axes.set_ylim(bottom=0, top=1.12 * highest / size)
         axes.legend(loc="lower left", bbox_to_anchor=(0.01, 0.06), frameon=False)
 
@@ -313,34 +326,85 @@ def draw_time_by_kind(path: Path, rows: Sequence[tuple[str, dict[Phase, float], 
         axes.legend(loc="lower right", frameon=False)
 
 
+# -- batch sizes --------------------------------------------------------------------------------------------------
+
+WIDEST = 6.0  # the largest bar to the smallest, as far as one axis shows both with labels that can be read
+
+
+def panels(rows: Sequence[dict[str, Any]], size: Callable[[dict[str, Any]], float]) -> list[list[dict[str, Any]]]:
+    """The rows that share an axis: all of them, or two groups where the largest is more than WIDEST times the smallest.
+
+    These are the measured and the predicted ones; where all are of one kind, those below and above the widest step.
+    """
+    sizes = [size(row) for row in rows]
+    known = [n for n in sizes if n]
+    if not known or max(known) <= WIDEST * min(known):
+        return [list(rows)]
+    kinds = [[row for row in rows if row["measured"] is measured] for measured in (True, False)]
+    if all(kinds):
+        return kinds
+    steps = [after / before if before else 0.0 for before, after in pairwise(sizes)]
+    cut = 1 + steps.index(max(steps))
+    return [list(rows[:cut]), list(rows[cut:])]
+
+
+@contextmanager
+def _batch_axes(
+    path: Path, groups: Sequence[Sequence[dict[str, Any]]], *, title: str, xlabel: str, margin: float
+) -> Iterator[list[Any]]:
+    """Axes for each group of batches; `margin` inches are for what stands beside the bars."""
+    shares = [max(1.5, len(group)) for group in groups]
+    with axes_beside(path, shares, width=margin + max(5.5, 1.3 * sum(shares))) as cells:
+        cells[0].figure.suptitle(title, fontsize=11)
+        cells[0].figure.supxlabel(xlabel, fontsize=10)
+        for axes, group in zip(cells, groups, strict=True):
+            labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in group]
+            axes.set_xticks(range(len(group)), labels)
+            axes.set_xlim(-0.6, max(1, len(group)) - 0.4)
+            if len(groups) > 1:
+                kind = "measured" if group[0]["measured"] else "predicted"
+                axes.set_title(kind if axes is cells[0] else f"{kind}, another scale", fontsize=9)
+        yield cells
+
+
 def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
     """Peak memory against batch size: two bars a batch, without and with a plan, stacked by role."""
-    from matplotlib.patches import Patch
-
     present = {name for row in rows for name in (*row["by_role_eager"], *row["by_role_planned"])}
     roles = [role for role in ROLE_COLORS if role.value in present]
-    most_bytes = max((sum(row["by_role_eager"].values()) for row in rows), default=1)
+    groups = panels(rows, _eager_bytes)
+    xlabel = "batch size (left bar: without a plan, right bar: with)"
+    with _batch_axes(path, groups, title=title, xlabel=xlabel, margin=2.5) as cells:
+        for axes, group in zip(cells, groups, strict=True):
+            _draw_peaks(axes, group, roles)
+        handles = _peak_legend(rows, roles)
+        cells[-1].legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _eager_bytes(row: dict[str, Any]) -> int:
+    return sum(row["by_role_eager"].values())
+
+
+def _draw_peaks(axes: Any, rows: Sequence[dict[str, Any]], roles: Sequence[Role]) -> None:
+    most_bytes = max((_eager_bytes(row) for row in rows), default=1)
     size, unit = unit_for(most_bytes)
-    highest = most_bytes / size
-    with axes_for(path, width=max(8.0, 2.5 + 1.3 * len(rows))) as axes:
-        for i, row in enumerate(rows):
-            hatch = "" if row["measured"] else "///"
-            eager, planned = (_heights(row[key], roles, size) for key in ("by_role_eager", "by_role_planned"))
-            _stack(axes, i - 0.2, eager, hatch=hatch, faded=False)
-            top = _stack(axes, i + 0.2, planned, hatch=hatch, faded=row["status"] != "fits")
-            axes.text(i + 0.2, top + 0.01 * highest, reduction_label(row), ha="center", va="bottom", fontsize=9)
-        labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in rows]
-        axes.set_xticks(range(len(rows)), labels)
-        axes.set(
-            xlabel="batch size (left bar: without a plan, right bar: with)", ylabel=f"peak memory ({unit})", title=title
-        )
-        axes.set_ylim(0, 1.15 * highest)
-        handles = [Patch(color=ROLE_COLORS[role], label=ROLE_NAMES[role]) for role in reversed(roles)]
-        if not all(row["measured"] for row in rows):
-            handles.append(Patch(facecolor="white", edgecolor="#555555", hatch="///", label="predicted, not run"))
-        if any(row["status"] != "fits" for row in rows):
-            handles.append(Patch(color="#dddddd", label="pale: smallest peak found"))
-        axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    for i, row in enumerate(rows):
+        hatch = "" if row["measured"] else "///"
+        eager, planned = (_heights(row[key], roles, size) for key in ("by_role_eager", "by_role_planned"))
+        _stack(axes, i - 0.2, eager, hatch=hatch, faded=False)
+        top = _stack(axes, i + 0.2, planned, hatch=hatch, faded=row["status"] != "fits")
+        axes.text(i + 0.2, top + 0.01 * most_bytes / size, reduction_label(row), ha="center", va="bottom", fontsize=9)
+    axes.set(ylabel=f"peak memory ({unit})", ylim=(0, 1.15 * most_bytes / size))
+
+
+def _peak_legend(rows: Sequence[dict[str, Any]], roles: Sequence[Role]) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=ROLE_COLORS[role], label=ROLE_NAMES[role]) for role in reversed(roles)]
+    if not all(row["measured"] for row in rows):
+        handles.append(Patch(facecolor="white", edgecolor="#555555", hatch="///", label="predicted, not run"))
+    if any(row["status"] != "fits" for row in rows):
+        handles.append(Patch(color="#dddddd", label="pale: smallest peak found"))
+    return handles
 
 
 def _heights(by_role: dict[str, int], roles: Sequence[Role], size: int) -> dict[Role, float]:
@@ -365,24 +429,30 @@ def reduction_label(row: dict[str, Any]) -> str:
     return "same" if round(100 * less) == 0 else f"{-less:+.0%}".replace("-", "\N{MINUS SIGN}")
 
 
+SIDES = ((-0.2, "eager_s", "without a plan", "#8c8c8c"), (0.2, "planned_s", "with a plan", "#2a7f3f"))
+
+
 def draw_batch_latency(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
     """Time of a step against batch size: two bars a batch, without and with a plan, and their ratio."""
-    sides = ((-0.2, "eager_s", "without a plan", "#8c8c8c"), (0.2, "planned_s", "with a plan", "#2a7f3f"))
-    highest = max((row[key] for row in rows for _, key, _, _ in sides if row[key] is not None), default=1.0)
-    with axes_for(path, width=max(7.0, 1.5 + 1.3 * len(rows))) as axes:
-        for side, key, label, color in sides:
-            heights = [row[key] or 0.0 for row in rows]
-            bars = axes.bar([i + side for i in range(len(rows))], heights, 0.36, color=color, label=label)
-            for bar, row in zip(bars, rows, strict=True):
-                if not row["measured"]:
-                    bar.set(hatch="///", edgecolor="white", lw=0)
-        for i, row in enumerate(rows):
-            axes.text(i + 0.2, (row["planned_s"] or 0.0) + 0.01 * highest, latency_label(row), ha="center", va="bottom",
-                      fontsize=9)  # fmt: skip
-        labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in rows]
-        axes.set_xticks(range(len(rows)), labels)
-        axes.set(xlabel="batch size", ylabel="time of a step (s)", title=title, ylim=(0, 1.15 * highest))
-        axes.legend(frameon=False, loc="upper left")
+    groups = panels(rows, lambda row: max(row[key] or 0.0 for _, key, _, _ in SIDES))
+    with _batch_axes(path, groups, title=title, xlabel="batch size", margin=1.5) as cells:
+        for axes, group in zip(cells, groups, strict=True):
+            _draw_latency(axes, group)
+        cells[0].legend(frameon=False, loc="upper left")
+
+
+def _draw_latency(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    highest = max((row[key] for row in rows for _, key, _, _ in SIDES if row[key] is not None), default=1.0)
+    for side, key, label, color in SIDES:
+        heights = [row[key] or 0.0 for row in rows]
+        bars = axes.bar([i + side for i in range(len(rows))], heights, 0.36, color=color, label=label)
+        for bar, row in zip(bars, rows, strict=True):
+            if not row["measured"]:
+                bar.set(hatch="///", edgecolor="white", lw=0)
+    for i, row in enumerate(rows):
+        axes.text(i + 0.2, (row["planned_s"] or 0.0) + 0.01 * highest, latency_label(row), ha="center", va="bottom",
+                  fontsize=9)  # fmt: skip
+    axes.set(ylabel="time of a step (s)", ylim=(0, 1.15 * highest))
 
 
 def latency_label(row: dict[str, Any]) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 import strategies
 from bench.fit import target_for
-from bench.fresh import row_of
+from bench.fresh import give_row, row_of
 from bench.models import Workload
-from bench.report import console, print_table
+from bench.report import print_table, stage
 from bench.results import command_line, save_rows
 from bench.workloads import WorkloadSpec
 from planner.plan import Plan
@@ -65,7 +65,7 @@ def run_large(specs: Sequence[WorkloadSpec], *, time_limit_s: float, out: Path |
     """Each in a process of its own; prints the table and saves the rows to `out`."""
     rows: list[dict[str, Any]] = []
     for spec in specs:
-        with console.status(f"capturing and planning {spec.title} in a fresh process"):
+        with stage(f"capturing and planning {spec.title} in a fresh process"):
             rows.append(row_of("bench.large", spec, time_limit_s))
         print_table("Large models so far", COLUMNS, [large_cells(row) for row in rows])
         if out is not None:
@@ -134,4 +134,4 @@ def large_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure_large(WorkloadSpec(**json.loads(sys.argv[1])), float(sys.argv[2])))))
+    give_row(lambda: asdict(measure_large(WorkloadSpec(**json.loads(sys.argv[1])), float(sys.argv[2]))))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import strategies
 from bench.figures_pareto import draw_trade_off
-from bench.report import console, print_table
+from bench.report import console, print_table, stage
+from bench.results import slug
+from planner.errors import FileFormatError
 from planner.floor import floor
 from planner.ir import Graph
 from planner.solve import Problem, Status, Strategy, solve
@@ -70,7 +71,7 @@ def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, tim
     falling = sorted(sizes.items(), key=lambda item: -item[1])
     rows: list[TradeOffRow] = []
     for spec in specs:
-        with console.status(f"{graph.name}: the curve of {spec}"):
+        with stage(f"{graph.name}: the curve of {spec}"):
             strategy = strategies.make(spec)
             if isinstance(strategy, Ilp):
                 rows += _proven_curve(graph, spec, strategy, falling, time_limit_s)
@@ -149,14 +150,15 @@ def run_pareto(
     """Print the curve and draw it to a file in `out`."""
     found = trade_off(graph, specs, budgets, time_limit_s=time_limit_s)
     columns, rows = overhead_table(found)
-    print_table(f"{graph.name}: overhead against memory", columns, rows, caption=_caption(found))
-    path = out / f"pareto_{''.join(c if c.isalnum() else '_' for c in graph.name)}.png"
+    print_table(f"{graph.name}: overhead against memory", columns, rows, caption=caption(found))
+    path = out / f"pareto_{slug(graph.name)}.png"
     draw_trade_off(path, found)
     console.print(f"figure: {path}")
     return found
 
 
-def _caption(found: TradeOff) -> str:
+def caption(found: TradeOff) -> str:
+    """What a table of the curve has to say beside its figures."""
     seconds = ", ".join(f"{name} {sum(row.solve_s for row in found.of(name)):.1f}" for name in found.strategies)
     return (
         f"Times {found.times}. Unplanned peak {human_bytes(found.peak_bytes)}, {human_bytes(found.start_bytes)} of it "
@@ -191,15 +193,30 @@ def _proof(row: TradeOffRow) -> tuple[str, str, str]:
 
 
 def as_data(found: TradeOff) -> list[dict[str, Any]]:
-    """The rows as plain data, each with what its graph starts and peaks at."""
+    """The rows as plain data, each with what its graph starts and peaks at: enough to draw them again."""
     known = asdict(found)
     shared = {name: known[name] for name in ("times", "start_bytes", "floor_bytes")}
     return [{**row, **shared, "unplanned_peak_bytes": found.peak_bytes} for row in known["rows"]]
 
 
-def write_json(path: Path, found: Sequence[TradeOff]) -> None:
-    rows = [row for each in found for row in as_data(each)]
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+def from_data(rows: Sequence[dict[str, Any]]) -> TradeOff:
+    """The curve that `as_data` gave; FileFormatError for rows that are none, or of several graphs."""
+    names = [field.name for field in fields(TradeOffRow)]
+    graphs = sorted({row["graph"] for row in rows})
+    if len(graphs) != 1 or any(name not in row for row in rows for name in names):
+        raise FileFormatError(
+            f"rows of {', '.join(graphs) or 'no graph'} are not one curve: save each graph to a file of its own, by "
+            "`python -m bench pareto --json FILE` without --budget-for"
+        )
+    first = rows[0]
+    return TradeOff(
+        graph=first["graph"],
+        times=first["times"],
+        start_bytes=first["start_bytes"],
+        peak_bytes=first["unplanned_peak_bytes"],
+        floor_bytes=first["floor_bytes"],
+        rows=tuple(TradeOffRow(**{name: row[name] for name in names}) for row in rows),
+    )
 
 
 # -- the memory for a time ----------------------------------------------------------------------------------------
@@ -207,7 +224,7 @@ def write_json(path: Path, found: Sequence[TradeOff]) -> None:
 
 def run_budget_for(graph: Graph, overhead: float, *, time_limit_s: float) -> dict[str, Any]:
     """Print the least memory in which the step is at most `overhead` slower; returns it as plain data."""
-    with console.status(f"{graph.name}: the least memory at most {overhead:.1%} slower"):
+    with stage(f"{graph.name}: the least memory at most {overhead:.1%} slower"):
         found = budget_for(graph, overhead=overhead, time_limit_s=time_limit_s)
     base = Problem(graph=graph, budget_bytes=graph.start_bytes).unplanned
     added = base.above_start_bytes

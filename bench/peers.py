@@ -20,11 +20,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.fresh import FreshProcessError, row_of
+from bench.fresh import FreshProcessError, give_row, row_of
 from bench.models import Workload
-from bench.report import console, print_table
+from bench.report import print_table, stage
 from bench.timing import clock_for, spread
 from bench.workloads import WorkloadSpec
+from planner.errors import PlannerError
 from rewriter.verify import Observation, compare, observe
 
 # The repeated blocks of the zoo's models, by class name.
@@ -39,7 +40,7 @@ PARTITIONER_BUDGETS = (0.8, 0.5, 0.3, 0.1)
 Peer = Callable[[nn.Module], nn.Module]
 
 
-class NotForThisModelError(Exception):
+class NotForThisModelError(PlannerError):
     """A peer that does not apply to a model; the row says why."""
 
 
@@ -115,7 +116,7 @@ PEERS: dict[str, Peer] = {
 def peer_rows(spec: WorkloadSpec, names: Sequence[str], *, pairs: int) -> Iterator[dict[str, Any]]:
     """Each peer on one model, as soon as it is measured."""
     for name in names:
-        with console.status(f"{spec.title}: {name}"):
+        with stage(f"{spec.title}: {name}"):
             row = _row_or_why_not(spec, name, pairs)
         yield row
 
@@ -124,8 +125,7 @@ def _row_or_why_not(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]
     try:
         return row_of("bench.peers", spec, name, pairs)
     except FreshProcessError as error:
-        reason = str(error).rpartition(f"{NotForThisModelError.__name__}: ")[2]
-        return {"model": spec.title, "peer": name, "error": reason}
+        return {"model": spec.title, "peer": name, "error": error.reason}
 
 
 def print_peers(spec: WorkloadSpec, rows: Sequence[dict[str, Any]], *, pairs: int) -> None:
@@ -197,4 +197,4 @@ def peer_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_peer(WorkloadSpec(**json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3]))))
+    give_row(lambda: measure_peer(WorkloadSpec(**json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3])))

@@ -13,13 +13,14 @@ from typing import Any
 
 from rich.progress import Progress
 
+from bench.exhaustion import guarded
 from bench.planning import LAYERED_NODES, SYNTHETIC, as_json, compare_graph
-from bench.report import console, graph_caption, print_comparison
+from bench.report import console, graph_caption, print_comparison, say, stage
 from bench.results import command_line, save_rows
+from bench.room import check_fits
 from bench.smallest import SmallestRow, print_smallest, smallest_budgets
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph
-from profiler.capture import capture
 from profiler.cost import with_roofline_times
 from profiler.measure import measure
 
@@ -67,15 +68,20 @@ def run_plans(cases: Sequence[Case], specs: Sequence[str], *, out: Path | None) 
     smallest: list[SmallestRow] = []
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("capturing", total=sum(1 + len(case.budgets) for case in cases))
+
+        def tell(text: str, *, advance: int = 1) -> None:
+            bar.update(task, advance=advance, description=text)
+            say(text)
+
         for case in cases:
-            bar.update(task, description=f"making the graph of {case.title}")
+            tell(f"making the graph of {case.title}", advance=0)
             graph = case.make()
             found = []
             for budget in case.budgets:
-                bar.update(task, advance=1, description=f"planning {case.title} at {budget}")
+                tell(f"planning {case.title} at {budget}")
                 found += compare_graph(graph, specs, [budget], time_limit_s=case.time_limit_s)
             print_comparison(found, title=f"{case.title}: strategies compared", caption=graph_caption(found))
-            bar.update(task, advance=1, description=f"smallest budgets of {case.title}")
+            tell(f"smallest budgets of {case.title}")
             met = smallest_budgets(graph, specs, time_limit_s=case.time_limit_s)
             print_smallest(met)
             rows += as_json(found)
@@ -92,14 +98,19 @@ def smallest_file(out: Path) -> Path:
 
 
 def roofline_graph(workload: WorkloadSpec) -> Graph:
-    """The captured graph of a model with the fixed roofline's times."""
-    step, model, optimizer, batch = workload.make()
-    return with_roofline_times(capture(step, model, optimizer, batch, name=workload.title))
+    """The captured graph of a step with the fixed roofline's times; OutOfMemory where it cannot even be made."""
+    return guarded(f"capturing {workload.title}", lambda: with_roofline_times(workload.capture(workload.make())))
 
 
 def measured_graph(workload: WorkloadSpec) -> Graph:
-    """The captured graph of a model with the times measured here."""
-    step, model, optimizer, batch = workload.make()
-    with console.status("capturing the step"):
-        traced = capture(step, model, optimizer, batch, name=workload.title)
-    return measure(traced, batch).graph
+    """The captured graph of a step with the times measured here; OutOfMemory where it does not fit."""
+    return guarded(f"measuring {workload.title}", lambda: _measured(workload))
+
+
+def _measured(workload: WorkloadSpec) -> Graph:
+    with stage(f"{workload.title}: capturing the step"):
+        made = workload.make()
+        traced = workload.capture(made)
+    check_fits(workload.title, traced)
+    say("measuring every op")
+    return measure(traced, made[3]).graph

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures
-from bench.report import console, print_table
+from bench.report import console, print_table, say, stage
+from bench.room import check_fits
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph, Phase, Role
 from planner.plan import Plan, candidates, recomputation
@@ -21,12 +22,14 @@ from profiler.measure import Measured, measure
 
 
 def run_profile(spec: WorkloadSpec, *, out: Path | None) -> Measured:
-    """Capture and measure one step, print what it is made of, and write files to `out`."""
+    """Measure one step, print what it is made of, and write files to `out`; OutOfMemory if it does not fit."""
     step, model, optimizer, batch = spec.make()
-    with console.status("capturing the step"):
+    with stage("capturing the step"):
         started = time.perf_counter()
         traced = capture(step, model, optimizer, batch, name=spec.title)
         capture_s = time.perf_counter() - started
+    check_fits(spec.title, traced)
+    say("measuring every op")
     started = time.perf_counter()
     measured = measure(traced, batch)
     measure_s = time.perf_counter() - started
@@ -72,21 +75,26 @@ def phase_rows(graph: Graph) -> list[tuple[str, ...]]:
 
 def write_files(out: Path, measured: Measured) -> None:
     """graph.json, two CSV files and four figures."""
-    graph = measured.graph
+    measured.graph.save(out / "graph.json")
+    _write_csv(out / "node_stats.csv", NODE_COLUMNS, node_rows(measured))
+    _write_csv(out / "activation_stats.csv", ACTIVATION_COLUMNS, activation_rows(measured.graph))
+    draw_step(out, measured.graph)
+
+
+def draw_step(out: Path, graph: Graph) -> list[Path]:
+    """The four figures of a step, drawn from its graph alone."""
     schedule = lower(graph, Plan())
     timeline = simulate(graph, schedule)
-    graph.save(out / "graph.json")
-    _write_csv(out / "node_stats.csv", NODE_COLUMNS, node_rows(measured))
-    _write_csv(out / "activation_stats.csv", ACTIVATION_COLUMNS, activation_rows(graph))
+    names = ("peak_breakdown", "memory", "largest_activations", "time_by_kind")
+    breakdown, memory, largest, kinds = paths = [out / f"{name}.png" for name in names]
     peak = human_bytes(timeline.peak_bytes)
-    figures.draw_peak_breakdown(out / "peak_breakdown.png", timeline, title=f"{graph.name}: what the peak of {peak} is")
-    figures.draw_memory_by_role(out / "memory.png", graph, schedule, title=f"{graph.name}: memory over one step")
-    figures.draw_largest(
-        out / "largest_activations.png", figures.largest_activations(graph), title=f"{graph.name}: largest activations"
-    )
+    figures.draw_peak_breakdown(breakdown, timeline, title=f"{graph.name}: what the peak of {peak} is")
+    figures.draw_memory_by_role(memory, graph, schedule, title=f"{graph.name}: memory over one step")
+    figures.draw_largest(largest, figures.largest_activations(graph), title=f"{graph.name}: largest activations")
     figures.draw_time_by_kind(
-        out / "time_by_kind.png", figures.time_by_kind(graph), title=f"{graph.name}: op time by kind, {graph.timing}"
+        kinds, figures.time_by_kind(graph), title=f"{graph.name}: op time by kind, {graph.timing}"
     )
+    return paths
 
 
 def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -1,8 +1,9 @@
-"""Rows to tables and figures. Nothing here measures or decides; matplotlib is imported where it draws."""
+"""Rows to tables, and the progress of long work. Nothing here measures or decides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,20 @@ console = Console()
 if not console.is_terminal:
     console = Console(width=150)  # a file or a pipe has no width of its own
 _COLORS = {Status.FITS: "green", Status.OVER_BUDGET: "yellow", Status.NO_PLAN: "red"}
+
+
+def say(text: str) -> None:
+    """One plain line for a stage of long work where neither bar nor spinner shows it: in a pipe, in a file."""
+    if not console.is_terminal:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def stage(text: str) -> Iterator[None]:
+    """A stage of long work, shown while it lasts: by a spinner, or in a pipe by one plain line."""
+    say(text)
+    with console.status(text):
+        yield
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "") -> None:

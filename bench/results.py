@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -111,7 +112,11 @@ def _read(path: Path) -> str:
 
 
 def _commit() -> str:
+    """The commit that is checked out; "unknown" without git, or outside of a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
     found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        [git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
     )
     return found.stdout.strip() or "unknown"

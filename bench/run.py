@@ -13,8 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import strategies
 from bench.exhaustion import OutOfMemory, guarded
 from bench.models import Workload
-from bench.report import console
-from bench.timing import clock_for, spread
+from bench.report import console, say
+from bench.room import check_fits
+from bench.timing import clock_for, gradients_put_back, spread
 from bench.workloads import WorkloadSpec
 from planner.plan import Plan
 from planner.schedule import lower
@@ -110,19 +111,22 @@ def run_comparison(
 ) -> Comparison:
     """Everything about one model; progress is shown throughout.
 
-    A planned step that runs out of memory is a row that says so; OutOfMemory if the plain step already does.
+    A planned step that runs out of memory is a row that says so; OutOfMemory if the plain step does, or would.
     """
     chosen = [(name, strategies.make(name)) for name in strategy_specs]  # bad names fail before the work starts
     with _progress() as bar:
         task = bar.add_task("making the model", total=4 + 2 * len(chosen) * len(budgets))
+        say(f"{spec.title}: making the model")
 
         def tell(text: str) -> None:
             bar.update(task, advance=1, description=text)
+            say(text)
 
         workload = guarded(f"making {spec.title}", spec.make)
         step, model, optimizer, batch = workload
         tell("capturing the step")
         traced = guarded(f"capturing {spec.title}", lambda: spec.capture(workload))
+        check_fits(spec.title, traced, proven_steps=PROVEN_STEPS)
         tell("measuring every op")
         measured = guarded(f"measuring {spec.title}", lambda: measure(traced, batch, show_progress=False))
         problems = {budget: _problem(measured, budget, time_limit_s) for budget in budgets}
@@ -143,8 +147,9 @@ def run_comparison(
                 _prove(found, workload, measured.traced, expected, compare_gradients=not spec.free_gradients)
             except OutOfMemory as answer:
                 found.failure = str(answer)
+        say(f"timing, rounds of eager and planned steps: {pairs}")
         eager_s = _time_or_say_why(
-            workload, candidates, pairs, lambda i: bar.update(task, description=f"timing, round {i} of {pairs}")
+            workload, traced, candidates, pairs, lambda i: bar.update(task, description=f"timing, round {i} of {pairs}")
         )
     rows = [_row(spec, found, expected, measured, eager_s) for found in candidates]
     return Comparison(measured=measured, rows=rows, solutions=[found.solution for found in candidates])
@@ -173,6 +178,7 @@ def _observe(step: Callable[[Any], Any], workload: Workload, traced: TracedStep)
         steps=PROVEN_STEPS,
         unread_gradients=unread,
         generators=traced.generators,
+        tensors=traced.written_outside(batch),
     )
 
 
@@ -199,11 +205,15 @@ def _prove(
 
 
 def _time_or_say_why(
-    workload: Workload, candidates: Sequence[_Candidate], pairs: int, tell: Callable[[int], None]
+    workload: Workload,
+    traced: TracedStep,
+    candidates: Sequence[_Candidate],
+    pairs: int,
+    tell: Callable[[int], None],
 ) -> float | None:
     """`_time`; if memory runs out, None, and every candidate says so: what was proven so far is kept."""
     try:
-        return guarded("timing", lambda: _time(workload, candidates, pairs, tell))
+        return guarded("timing", lambda: _time(workload, traced, candidates, pairs, tell))
     except OutOfMemory as answer:
         for found in candidates:
             found.failure = found.failure or str(answer)
@@ -211,16 +221,24 @@ def _time_or_say_why(
         return None
 
 
-def _time(workload: Workload, candidates: Sequence[_Candidate], pairs: int, tell: Callable[[int], None]) -> float:
+def _time(
+    workload: Workload,
+    traced: TracedStep,
+    candidates: Sequence[_Candidate],
+    pairs: int,
+    tell: Callable[[int], None],
+) -> float:
     """Time eager and every planned step in turn; notes each one's ratios, returns eager's median seconds."""
     step, model, optimizer, batch = workload
-    clock, eager = clock_for(model), list[float]()
+    clock, eager, put_back = clock_for(model), list[float](), gradients_put_back(traced)
     gc.collect()
     for done in range(pairs):
         tell(done + 1)
+        put_back()
         eager.append(clock.seconds(lambda: step(model, optimizer, batch)))
         for found in candidates:
             if found.call is not None:
+                put_back()
                 found.ratios.append(clock.seconds(found.call) / eager[-1])
     middle = spread(eager)
     assert middle is not None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report import console, print_table
+from bench.report import print_table, stage
 from bench.results import command_line, save_rows
 from bench.workloads import WorkloadSpec
 from planner.ir import Graph
@@ -32,7 +32,7 @@ def run_scaled(specs: Sequence[WorkloadSpec], *, out: Path | None) -> list[dict[
     """One row a model, saved as they come: captured at a quarter and half of its batch, run at the whole."""
     rows: list[dict[str, Any]] = []
     for spec in specs:
-        with console.status(f"{spec.title}: measuring at smaller batches, running at its own"):
+        with stage(f"{spec.title}: measuring at smaller batches, running at its own"):
             rows.append(scaled_row(spec))
         if out is not None:
             save_rows(out, command=command_line(), rows=rows)

@@ -6,21 +6,20 @@ marked so. Rows are saved after every batch, and a sweep that was interrupted go
 
 from __future__ import annotations
 
-import os
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import strategies
 from bench import figures
 from bench.exhaustion import OutOfMemory, guarded
-from bench.report import console, print_table
+from bench.report import console, print_table, stage
 from bench.results import command_line, resumed_rows, save_rows, slug
-from bench.run import run_comparison
-from bench.workloads import WorkloadSpec, find_device
+from bench.room import lack_of
+from bench.run import PROVEN_STEPS, run_comparison
+from bench.workloads import WorkloadSpec
 from planner.ir import Graph, Timing, TimingKind
 from planner.plan import Plan
 from planner.schedule import lower
@@ -29,9 +28,6 @@ from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget
 from profiler.fake import made_without_memory
 from profiler.measure import measure
-
-# A process needs more than its tensors: keep this share of the machine's memory out of reach.
-HEADROOM = 0.15
 
 
 def run_sweep(
@@ -113,9 +109,11 @@ class _Sweep:
         spec = replace(self.spec, batch=batch)
         if not self.exhausted:
             try:
-                graph = guarded(f"making {spec.title}", lambda: spec.capture(spec.make()).graph)
-                if not fits_machine(graph, spec.device):
-                    return self._predicted_row(spec, graph, "does not fit on this machine", measured_rows)
+                with stage(f"{spec.title}: captured, to see whether it fits"):
+                    graph, lack = guarded(f"making {spec.title}", lambda: captured(spec))
+                gc.collect()  # the model that was captured, before it is made again
+                if lack:
+                    return self._predicted_row(spec, graph, f"does not fit on this machine: {lack}", measured_rows)
                 return self._measured_row(spec)
             except OutOfMemory as answer:
                 self.exhausted = str(answer)
@@ -151,7 +149,8 @@ class _Sweep:
         unplanned = simulate(graph, lower(graph, Plan()))
         limit = parse_budget(self.budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
         problem = Problem(graph=graph, budget_bytes=limit, time_limit_s=self.time_limit_s)
-        solution = solve_if_needed(problem, strategies.make(self.strategy_spec), label=self.strategy_spec)
+        with stage(f"{spec.title}: planned, not run"):
+            solution = solve_if_needed(problem, strategies.make(self.strategy_spec), label=self.strategy_spec)
         planned = solution.timeline if solution.status is Status.FITS else None
         return {
             **_common(spec, solution),
@@ -174,13 +173,11 @@ class _Sweep:
         return self.measured
 
 
-def fits_machine(graph: Graph, device: str, api: Any = torch.cuda) -> bool:
-    """Whether the unplanned step leaves the machine, or the GPU, enough room. `api` is torch.cuda or a stand-in."""
-    if device == "cpu":
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        memory_bytes = api.mem_get_info(find_device(device, api))[1]
-    return simulate(graph, lower(graph, Plan())).peak_bytes < (1 - HEADROOM) * memory_bytes
+def captured(spec: WorkloadSpec) -> tuple[Graph, str]:
+    """The graph of a step, and why it cannot be run here ("" if it can); the model is let go."""
+    gc.collect()  # the model of the batch before
+    traced = spec.capture(spec.make())
+    return traced.graph, lack_of(traced, proven_steps=PROVEN_STEPS)
 
 
 def scaled(graph: Graph, measured: Graph) -> Graph:

@@ -1,4 +1,4 @@
-"""`python -m bench results`: the tables of the results folder, made again from the rows saved beside them."""
+"""`python -m bench results`: tables and figures of the results folder, made again from the rows saved beside them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import FileFormatError
+from planner.ir import Graph
 
 RESULTS = Path(__file__).parent / "results"
 ALONE = "ilp:seeds=false"
@@ -19,7 +20,10 @@ Drawer = Callable[[Path, dict[str, Any]], list[Path]]
 
 
 def make_tables(folder: Path = RESULTS) -> list[Path]:
-    """Write KIND_NAME.md, and figures where the kind has any, for every KIND_NAME.json in `folder`."""
+    """Write KIND_NAME.md, and figures where the kind has any, for every KIND_NAME.json in `folder`.
+
+    A folder in it with a graph.json, as `profile` leaves them, gets the figures of that step again.
+    """
     written: list[Path] = []
     for source in sorted(folder.glob("*.json")):
         kind = source.stem if source.stem in _makers() else source.stem.partition("_")[0]
@@ -29,12 +33,18 @@ def make_tables(folder: Path = RESULTS) -> list[Path]:
         document = json.loads(source.read_text(encoding="utf-8"))
         columns, rows = maker(document["rows"])
         target = source.with_suffix(".md")
-        page = _page(source.stem, document, columns, rows) + _further(source, document["rows"])
+        page = _page(source.stem, document, columns, rows) + _further(kind, source, document["rows"])
         target.write_text(page, encoding="utf-8")
         written.append(target)
         if kind in _drawers():
             written += _drawers()[kind](source, document)
-    return written
+    return [*written, *_draw_steps(folder)]
+
+
+def _draw_steps(folder: Path) -> list[Path]:
+    from bench.profiling import draw_step
+
+    return [path for file in sorted(folder.glob("*/graph.json")) for path in draw_step(file.parent, Graph.load(file))]
 
 
 def _makers() -> dict[str, Table]:
@@ -44,6 +54,7 @@ def _makers() -> dict[str, Table]:
         "compare": _compare,
         "exactness": _exactness,
         "large": _large,
+        "pareto": _pareto,
         "plans": _plans,
         "plans_smallest": _smallest,
         "scaled": _scaled,
@@ -52,7 +63,7 @@ def _makers() -> dict[str, Table]:
 
 
 def _drawers() -> dict[str, Drawer]:
-    return {"compare": _draw_compare, "sweep": _draw_sweep}
+    return {"calibration": _draw_calibration, "compare": _draw_compare, "pareto": _draw_pareto, "sweep": _draw_sweep}
 
 
 def _compare(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -99,10 +110,42 @@ def _calibration(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequen
     return COLUMNS, [calibration_cells(row) for row in rows]
 
 
-def _further(source: Path, rows: list[dict[str, Any]]) -> str:
-    """What stands below the first table: other tables of the same rows, and their figure."""
-    if source.stem != "calibration":
-        return ""
+def _draw_calibration(source: Path, document: dict[str, Any]) -> list[Path]:
+    from bench.calibration import draw_points
+
+    return draw_points(source.with_suffix(".png"), document["rows"])
+
+
+def _pareto(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    from bench.pareto import from_data, overhead_table
+
+    columns, lines = overhead_table(from_data(rows))
+    return columns, [*lines]
+
+
+def _draw_pareto(source: Path, document: dict[str, Any]) -> list[Path]:
+    from bench.figures_pareto import draw_trade_off
+    from bench.pareto import from_data
+
+    path = source.with_suffix(".png")
+    draw_trade_off(path, from_data(document["rows"]))
+    return [path]
+
+
+def _further(kind: str, source: Path, rows: list[dict[str, Any]]) -> str:
+    """What stands below the first table: other tables of the same rows, and their figures."""
+    makers = {"calibration": _further_calibration, "pareto": _further_pareto}
+    return makers[kind](source, rows) if kind in makers else ""
+
+
+def _further_pareto(source: Path, rows: list[dict[str, Any]]) -> str:
+    from bench.pareto import caption, from_data
+
+    curve = from_data(rows)
+    return f"\n{caption(curve)}\n\n![{curve.graph}: extra time against peak memory]({source.stem}.png)\n"
+
+
+def _further_calibration(source: Path, rows: list[dict[str, Any]]) -> str:
     from bench.calibration import READING, more_tables, summary
 
     sections = [f"\n{summary(rows)}\n\n{READING}\n"]

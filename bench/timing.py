@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from profiler.capture import TracedStep
+
 T = TypeVar("T")
 
 
@@ -43,6 +45,21 @@ class Clock:
 def clock_for(model: torch.nn.Module) -> Clock:
     """The clock of the device that a model lies on."""
     return Clock(next((p.device for p in model.parameters()), torch.device("cpu")))
+
+
+def gradients_put_back(traced: TracedStep) -> Callable[[], None]:
+    """What gives parameters the `.grad`s of now again, where the captured step minds which it begins with.
+
+    A step that never clears them leaves others behind. Those that are cleared unread stay: clearing is part of a step.
+    """
+    minded = [slot.tensor() for slot, _ in traced.convention.guards.gradients]
+    begun = [(p, p.grad) for p in minded]
+
+    def put_back() -> None:
+        for p, gradient in begun:
+            p.grad = gradient
+
+    return put_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,15 @@ class Floor:
     start_by_role: tuple[tuple[Role, int], ...]
     fixed_bytes: int  # gradients and whatever else cannot be dropped, made by the step and live there
     op_bytes: int  # what the op itself reads, makes and works in, of what could be dropped
+    op_tensors: tuple[tuple[str, int], ...]  # its tensors among these, the largest first, and its workspace
 
     def __str__(self) -> str:
         start = ", ".join(f"{role.value} {human_bytes(n)}" for role, n in self.start_by_role)
+        tensors = ", ".join(f"{name} {human_bytes(n)}" for name, n in self.op_tensors)
         return (
             f"{human_bytes(self.nbytes)} = {start}; gradients and others that cannot be dropped "
             f"{human_bytes(self.fixed_bytes)}; the tensors and workspace of op {self.op!r} {human_bytes(self.op_bytes)}"
+            + (f" ({tensors})" if tensors else "")
         )
 
 
@@ -34,7 +37,7 @@ def floor(graph: Graph) -> Floor:
     """A lower bound on the peak of every schedule, however often it recomputes."""
     least, start = least_bytes(graph), _start_by_role(graph)
     if not len(least):
-        return Floor(nbytes=graph.start_bytes, op="-", start_by_role=start, fixed_bytes=0, op_bytes=0)
+        return Floor(nbytes=graph.start_bytes, op="-", start_by_role=start, fixed_bytes=0, op_bytes=0, op_tensors=())
     worst = int(least.argmax())
     own = _own_bytes(graph, worst)
     return Floor(
@@ -43,6 +46,7 @@ def floor(graph: Graph) -> Floor:
         start_by_role=start,
         fixed_bytes=int(least[worst]) - graph.start_bytes - own,
         op_bytes=own,
+        op_tensors=_op_tensors(graph, worst),
     )
 
 
@@ -84,6 +88,14 @@ def _own_bytes(graph: Graph, op: int) -> int:
     """What an op reads and makes of the droppable, and works in; less what an in-place form could save."""
     touched = {*graph.reads[op], *graph.makes[op]} & droppable(graph)
     return sum(graph.storages[s].nbytes for s in touched) + graph.ops[op].workspace_bytes - _overwrite_bytes(graph, op)
+
+
+def _op_tensors(graph: Graph, op: int, *, most: int = 4) -> tuple[tuple[str, int], ...]:
+    touched = {*graph.reads[op], *graph.makes[op]} & droppable(graph)
+    sized = [(graph.storage_names[s], graph.storages[s].nbytes) for s in sorted(touched)]
+    sized.sort(key=lambda pair: -pair[1])
+    workspace = graph.ops[op].workspace_bytes
+    return (*sized[:most], *((("workspace", workspace),) if workspace else ()))
 
 
 def _overwrite_bytes(graph: Graph, op: int) -> int:

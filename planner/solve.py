@@ -246,14 +246,14 @@ def compare(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     in_place: bool = True,
 ) -> list[Row]:
-    """Every labelled strategy at every budget, on one graph, judged alike."""
+    """Every labelled strategy at every budget, on one graph, judged alike; at a budget above the peak none is asked."""
     peak = simulate(graph, lower(graph, Plan(), in_place=in_place)).peak_bytes
     rows = []
     for budget in budgets:
         limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak)
         problem = Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s, in_place=in_place)
         for label, strategy in strategies:
-            solution = solve(problem, strategy, label=label)
+            solution = solve_if_needed(problem, strategy, label=label)
             rows.append(Row(graph=graph.name, strategy=label, budget=str(budget), solution=solution))
     return rows
 

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils import _pytree as pytree
 
 from planner.ir import Graph
 from profiler import updates
-from profiler.convention import Convention
+from profiler.convention import BatchSlot, Convention
 from profiler.errors import CaptureError
 from profiler.fake import fake_mode_of, made_without_memory
 from profiler.functional import clean
 from profiler.lift import lift
-from profiler.ops import own_generators
+from profiler.ops import own_generators, storage_root, written
 from profiler.targets import GpuKernels, Substitution, Target, as_on_gpu
 from profiler.tracing import TrainStep, trace_step
 
@@ -54,6 +55,19 @@ class TracedStep:
         """The user's own generators that the step draws from."""
         return tuple({id(g): g for node in self.nodes for g in own_generators(node)}.values())
 
+    def written_outside(self, batch: Any) -> tuple[Tensor, ...]:
+        """What the step writes to that is neither the model's nor the optimizer's: the batch, an average of weights."""
+        roots = {storage_root(n) for node in self.nodes for n in written(node)}
+        slots = dict(zip(self.module.graph.find_nodes(op="placeholder"), self.convention.inputs, strict=True))
+        leaves, found = pytree.tree_leaves(batch), list[Tensor]()
+        for root in sorted(roots, key=lambda node: node.name):
+            slot = slots.get(root)
+            if isinstance(slot, BatchSlot):
+                found.append(leaves[slot.leaf])
+            elif root.op == "get_attr":
+                found.append(getattr(self.module, str(root.target)))
+        return tuple(found)
+
     def run(self, batch: Any) -> Any:
         """One step of the captured graph, on the user's live model and optimizer."""
         self.check_runnable()
@@ -69,19 +83,22 @@ def capture(
     name: str = "",
     free_gradients: bool = False,
     early_updates: bool = False,
+    optimizer_outside: bool = False,
     target: Target | None = None,
 ) -> TracedStep:
     """One graph of `train_step(model, optimizer, batch)`, or CaptureError; the user's objects stay as they are.
 
     The step's Python runs once, here, on stand-ins: what it prints or counts happens now and never again.
     `free_gradients` ends the step with every `.grad` at None. `early_updates` applies each parameter's update as
-    soon as its gradient is complete; it needs the optimizer inside the graph. Fake tensors (`without_memory`) and a
-    `target` give a step for planning only: with the latter its kernels are those that GPU would run, where known.
+    soon as its gradient is complete; it needs the optimizer inside the graph. `optimizer_outside` runs it as itself
+    instead, so that all of its numbers may change between steps. Fake tensors (`without_memory`) and a `target` give
+    a step for planning only: with the latter its kernels are those that GPU would run, where known.
     """
+    _refuse_hidden(train_step, model)
     if isinstance(optimizer, LBFGS):
         raise CaptureError("LBFGS evaluates the loss anew inside its step: that is not one graph")
     kernels = None if target is None else GpuKernels(target)
-    trace = trace_step(train_step, model, optimizer, batch, kernels=kernels)
+    trace = trace_step(train_step, model, optimizer, batch, optimizer_outside=optimizer_outside, kernels=kernels)
     clean(trace.module)
     convention = trace.convention
     if free_gradients:
@@ -125,3 +142,34 @@ def _why_planning_only(model: nn.Module, target: Target | None) -> str:
     if target is not None:
         return f"its kernels are those of {target.name}"
     return "its tensors have no memory" if fake_mode_of(model) is not None else ""
+
+
+_DISTRIBUTED = "communication between processes is not captured: pass the bare module, as it was before it was wrapped"
+_COMPILED = "what it runs cannot be seen: pass the uncompiled model"
+
+# What hides a part of the step, by the name of its class in torch: torch.distributed need not be there.
+_HIDING = {
+    "DistributedDataParallel": _DISTRIBUTED,
+    "FullyShardedDataParallel": _DISTRIBUTED,
+    "FSDPModule": _DISTRIBUTED,
+    "DTensor": _DISTRIBUTED,
+    "OptimizedModule": _COMPILED,
+}
+
+
+def _refuse_hidden(train_step: TrainStep, model: nn.Module) -> None:
+    if hasattr(train_step, "_torchdynamo_orig_callable"):
+        raise CaptureError("the train step is compiled, and what it runs cannot be seen: pass the uncompiled function")
+    for path, module in model.named_modules():
+        what = f"module {path}" if path else "the model"
+        _refuse_kind(what, type(module))
+        if module._compiled_call_impl is not None:
+            raise CaptureError(f"{what} is compiled, and {_COMPILED}")
+    for name, param in model.named_parameters():
+        _refuse_kind(f"parameter {name}", type(param))
+
+
+def _refuse_kind(what: str, kind: type) -> None:
+    for cls in kind.__mro__:
+        if cls.__name__ in _HIDING and cls.__module__.partition(".")[0] == "torch":
+            raise CaptureError(f"{what} is of class {cls.__name__}: {_HIDING[cls.__name__]}")

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from planner.ir import Role
 from profiler.errors import CaptureError
+from profiler.guards import Guards
 from profiler.optimizers import make_lazy_state
 
 # -- where an input is read ---------------------------------------------------------------------------------
@@ -30,9 +31,13 @@ class ParamSlot:
     owner: nn.Module
     key: str
 
+    def find(self) -> Tensor | None:
+        """The live parameter, where it is still there."""
+        return self.owner._parameters.get(self.key)
+
     def tensor(self) -> Tensor:
         """The live parameter."""
-        param = self.owner._parameters[self.key]
+        param = self.find()
         if param is None:
             raise CaptureError(f"parameter {self.name} is gone from the model: capture again")
         return param
@@ -46,9 +51,13 @@ class BufferSlot:
     owner: nn.Module
     key: str
 
+    def find(self) -> Tensor | None:
+        """The live buffer, where it is still there."""
+        return self.owner._buffers.get(self.key)
+
     def tensor(self) -> Tensor:
         """The live buffer."""
-        buffer = self.owner._buffers[self.key]
+        buffer = self.find()
         if buffer is None:
             raise CaptureError(f"buffer {self.name} is gone from the model: capture again")
         return buffer
@@ -137,82 +146,7 @@ class Result:
         return pytree.tree_unflatten(leaves, self.tree)
 
 
-# -- what must stay as it was at capture --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """What the graph assumes of an input tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(tensor: Tensor) -> TensorSpec:
-        """The specification that `tensor` meets."""
-        return TensorSpec(shape=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)} stride {list(self.stride)} on {self.device}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guards:
-    """What the graph has baked in. `mismatches` says what no longer holds."""
-
-    batch_tree: pytree.TreeSpec
-    batch_leaves: tuple[Any, ...]  # a TensorSpec, or the Python value itself
-    tensors: tuple[tuple[ParamSlot | BufferSlot, TensorSpec, bool], ...]
-    training: tuple[tuple[str, nn.Module, bool], ...]
-    groups: tuple[tuple[Tensor, ...], ...]
-    numbers: tuple[tuple[int, str, Any], ...]
-    gradients: tuple[tuple[ParamSlot, bool], ...]
-    traced_optimizer: bool
-
-    def mismatches(self, optimizer: Optimizer, batch: Any) -> Iterator[str]:
-        """What differs from the captured step, one sentence each."""
-        yield from self._batch_mismatches(batch)
-        for slot, spec, requires_grad in self.tensors:
-            now = slot.tensor()
-            if TensorSpec.of(now) != spec:
-                yield f"{slot.name} was {spec} and is {TensorSpec.of(now)}"
-            if now.requires_grad != requires_grad:
-                yield f"{slot.name}.requires_grad was {requires_grad} and is {now.requires_grad}"
-        for path, module, training in self.training:
-            if module.training != training:
-                yield f"module {path or 'model'}.training was {training} and is {module.training}"
-        yield from self._group_mismatches(optimizer)
-        if self.traced_optimizer:
-            yield from _untraced(optimizer)
-        for param, present in self.gradients:
-            if (param.tensor().grad is not None) != present:
-                yield f"{param.name}.grad was {'a tensor' if present else 'None'} when the step began"
-
-    def _batch_mismatches(self, batch: Any) -> Iterator[str]:
-        leaves, tree = pytree.tree_flatten(batch)
-        if tree != self.batch_tree:
-            yield f"the batch was a {self.batch_tree} and is a {tree}"
-            return
-        for i, (leaf, spec) in enumerate(zip(leaves, self.batch_leaves, strict=True)):
-            now = TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
-            if type(now) is not type(spec) or now != spec:
-                yield f"batch leaf {i} was {spec} and is {now}"
-
-    def _group_mismatches(self, optimizer: Optimizer) -> Iterator[str]:
-        if len(optimizer.param_groups) != len(self.groups):
-            yield f"the optimizer had {len(self.groups)} parameter groups and has {len(optimizer.param_groups)}"
-            return
-        for i, (group, params) in enumerate(zip(optimizer.param_groups, self.groups, strict=True)):
-            if len(group["params"]) != len(params) or any(
-                a is not b for a, b in zip(group["params"], params, strict=True)
-            ):
-                yield f"the parameters of optimizer group {i} are not those of the captured step"
-        for i, key, value in self.numbers:
-            now = optimizer.param_groups[i].get(key)
-            if type(now) is not type(value) or now != value:
-                yield f"{key!r} of optimizer group {i} was {value!r} and is {now!r}"
+# -- the convention -----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -220,22 +154,10 @@ def below_autograd() -> Iterator[None]:
     """Run ops without recording them, and yet as in training.
 
     Not `no_grad`: some kernels (mkldnn's recurrent layer) ask for the mode and then leave out what the backward
-    needs. Graphs are run, timed and rewritten under this.
+    needs. Nor under autocast: a captured graph has its casts in it. Graphs are run, timed and rewritten under this.
     """
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         yield
-
-
-def _untraced(optimizer: Optimizer) -> Iterator[str]:
-    """What an optimizer inside the graph cannot have, and may have been given since."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        yield "the optimizer was given a step hook"
-    for i, group in enumerate(optimizer.param_groups):
-        if not isinstance(group["lr"], (int, float)):
-            yield f"the learning rate of optimizer group {i} was a number and is a {type(group['lr']).__name__}"
-
-
-# -- the convention -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +234,7 @@ class Convention:
                 return slot.param.tensor().grad
             case RateSlot():
                 rate = self.optimizer.param_groups[slot.group]["lr"]
+                rate = rate if isinstance(rate, (int, float)) else float(rate)  # numpy's: as eager reads them
                 return -rate if slot.negated else rate
             case BatchSlot():
                 return leaves[slot.leaf]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.ir import Phase
 from profiler.errors import CaptureError
@@ -50,6 +51,7 @@ def clean(module: fx.GraphModule) -> None:
     graph = module.graph
     _remove_machinery(graph)
     _merge_constants(graph)
+    _recognise_constants(module)
     _remove_dead_code(graph)
     _name_every_output(graph)
     _note_aliases(graph)
@@ -82,6 +84,16 @@ def _merge_constants(graph: fx.Graph) -> None:
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
+
+
+def _recognise_constants(module: fx.GraphModule) -> None:
+    """Show a tensor from outside as the stand-in that ops saw of it: what they return may lie in its memory."""
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    for node in module.graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, str(node.target))
+        if mode is not None and isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            node.meta["val"] = mode.from_tensor(tensor)
 
 
 def _remove_dead_code(graph: fx.Graph) -> None:

@@ -14,17 +14,24 @@ from profiler.swapping import preserved
 
 
 @contextmanager
-def state_kept(model: nn.Module, optimizer: Optimizer, *, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+def state_kept(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    generators: Sequence[torch.Generator] = (),
+    tensors: Sequence[Tensor] = (),
+) -> Iterator[None]:
     """Whatever a step does inside: afterwards every tensor, gradient, counter and generator is as before.
 
-    The copies lie in main memory, wherever the model is. `generators` are the user's own, beside the devices'.
+    The copies lie in main memory, wherever the model is. `generators` are the user's own, beside the devices';
+    `tensors` are what the step writes to beside the model and the optimizer.
     """
     params = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
     gradients = [(p, p.grad) for p in params]
     states = {p: dict(state) for p, state in optimizer.state.items()}
     groups = [(group, dict(group)) for group in optimizer.param_groups]  # some optimizers count in their groups
     drawn = [(generator, generator.get_state()) for generator in generators]
-    live = _tensors(model, params, states)
+    live = list({id(t): t for t in (*_tensors(model, params, states), *tensors)}.values())
     saved = [tensor.detach().to("cpu", copy=True) for tensor in live]
     try:
         with preserved(model, optimizer):

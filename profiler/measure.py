@@ -1,7 +1,8 @@
 """Per-op time and memory of a captured step: μ-TWO's Algorithm A.
 
 One warm-up run, one run that watches the allocator, three timed runs, medians. The step runs op by op on the
-user's own tensors, in the forms that the unplanned schedule uses, and everything is put back afterwards.
+user's own tensors, and everything is put back afterwards. It runs unplanned, or in the order of any other schedule: a
+step that does not fit as it is can be measured under a provisional plan.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 
 from planner.ir import Graph, Rerun, Timing, TimingKind
 from planner.plan import Plan
-from planner.schedule import Run, Schedule, lower
+from planner.schedule import Run, RunKind, Schedule, lower
 from profiler.capture import TracedStep
 from profiler.convention import below_autograd
 from profiler.keeping import state_kept
@@ -55,17 +56,33 @@ class Measured:
         return self.traced.graph
 
 
-def measure(traced: TracedStep, batch: Any, *, meter: Meter | None = None, show_progress: bool = True) -> Measured:
-    """Measure every op of the captured step on `batch`; the model, optimizer and generators stay as they are."""
+def measure(
+    traced: TracedStep,
+    batch: Any,
+    *,
+    schedule: Schedule | None = None,
+    meter: Meter | None = None,
+    show_progress: bool = True,
+) -> Measured:
+    """Measure every op of the captured step on `batch`; whatever the step writes to is put back.
+
+    `schedule` is one of the captured step's graph that needs less memory than the unplanned one; what it runs again is
+    run but not counted.
+    """
     traced.check_runnable()
     convention = traced.convention
     wrong = convention.check(batch)
     if wrong:
         raise ValueError(f"not the batch, model or optimizer that was captured: {'; '.join(wrong[:3])}")
     meter = meter or meter_for(_device(traced))
-    schedule = lower(traced.graph, Plan())
+    schedule = schedule if schedule is not None else lower(traced.graph, Plan())
     with (
-        state_kept(convention.model, convention.optimizer, generators=traced.generators),
+        state_kept(
+            convention.model,
+            convention.optimizer,
+            generators=traced.generators,
+            tensors=traced.written_outside(batch),
+        ),
         below_autograd(),
         Progress(transient=True, disable=not show_progress) as bar,
     ):
@@ -105,27 +122,30 @@ class _Runner:
 
     def timed(self, meter: Meter, repeats: list[int]) -> list[float]:
         """Time per op, in µs; freeing a storage counts for the op that made it: whoever reruns it frees again."""
-        watch, owners = meter.stopwatch(), list[int]()
+        watch, owners, freed = meter.stopwatch(), list[int | None](), set[int]()
         self._start()
         for step in self.schedule.steps:
             if isinstance(step, Run):
-                times = repeats[step.op] if step.into is None else 1
+                counts = step.kind is not RunKind.RERUN
+                times = repeats[step.op] if step.into is None and counts else 1
                 result = watch.lap(self._call(step), repeats=times)
                 self._bind(step, result)
-                owners.append(step.op)
+                owners.append(step.op if counts else None)
                 del result
             else:
                 doomed = self._take(step.storage)
                 watch.lap(doomed.clear)
-                owners.append(self.traced.graph.maker[step.storage] or 0)
+                owners.append(None if step.storage in freed else self.traced.graph.maker[step.storage] or 0)
+                freed.add(step.storage)
             self.advance()
         totals = [0.0] * len(self.traced.graph.ops)
         for op, us in zip(owners, watch.laps_us(), strict=True):
-            totals[op] += us
+            if op is not None:
+                totals[op] += us
         return totals
 
     def watched(self, meter: Meter) -> list[MemorySample]:
-        """Memory before, during and after every op."""
+        """Memory before, during and after every run of the schedule."""
         self._start()
         with meter.memory_probe() as probe:
             for step in self.schedule.steps:
@@ -155,6 +175,8 @@ class _Runner:
             self._take(step.into)
         for v in graph.ops[step.op].outputs:
             captured = self.traced.value_nodes[v]
+            if step.kind is RunKind.RERUN and graph.values[v].base is None and captured in self.live:
+                continue  # a second copy of what is there is dropped
             made = self.live[captured] = result if captured is node else result[captured.args[1]]
             if graph.values[v].base is None:  # None: some ops leave out what nobody asked for only when they run
                 self.made_bytes[graph.values[v].storage] = 0 if made is None else memory_of(made).nbytes()
@@ -176,8 +198,9 @@ def _collect(
 ) -> Measured:
     graph = traced.graph
     runs = [step for step in schedule.steps if isinstance(step, Run)]
+    counted = [pair for pair in zip(runs, samples, strict=True) if pair[0].kind is not RunKind.RERUN]
     stats = []
-    for run, sample in zip(runs, samples, strict=True):
+    for run, sample in sorted(counted, key=lambda pair: pair[0].op):
         readings = [lap[run.op] for lap in laps]
         made = sum(graph.storages[s].nbytes for s in graph.makes[run.op])
         fresh = made if run.into is None else 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LRScheduler
 
 from profiler.errors import CaptureError
+from profiler.guards import Autocast
 
 # Fused kernels take the learning rate as a number and do their corrections inside, from a step counter that
 # is a tensor: traced, they are the very call that eager makes.
@@ -44,16 +47,21 @@ def _why_opaque_group(optimizer: Optimizer, group: dict[str, Any]) -> str:
         return f"{kind} has a tensor among its hyperparameters"
     if group.get("differentiable"):
         return f"{kind} is differentiable"
-    if type(optimizer) in _FUSED:
-        return "" if group["fused"] else f"{kind} reads its step counter as a Python number unless fused=True"
-    if type(optimizer) is not SGD:
+    if type(optimizer) in _FUSED and not group["fused"]:
+        return f"{kind} reads its step counter as a Python number unless fused=True"
+    if type(optimizer) not in (*_FUSED, SGD):
         return f"{kind} is not known to trace to the same bits"
-    if group["momentum"] != 0 and group["dampening"] != 0 and _lacks_momentum(optimizer, group):
+    if not isinstance(group["lr"], Real):
+        return f"{kind} has a {type(group['lr']).__name__} for its learning rate"
+    if type(optimizer) is SGD and _skips_dampening(optimizer, group):
         return "SGD leaves dampening out of its very first step"
     return ""
 
 
-def _lacks_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _skips_dampening(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether some parameter's momentum begins with the next step, which then leaves dampening out."""
+    if group["momentum"] == 0 or group["dampening"] == 0:
+        return False
     buffers = [optimizer.state.get(p, {}).get("momentum_buffer") for p in group["params"] if p.requires_grad]
     return any(buffer is None for buffer in buffers)
 
@@ -115,15 +123,24 @@ class _HasTensor(Protocol):
 
 
 class OpaqueStep:
-    """One call of the user's `optimizer.step()` inside a graph: gradients in, everything else in place."""
+    """One call of the user's `optimizer.step()` inside a graph: gradients in, everything else in place.
+
+    It runs in the mixed precision that was around it at capture: it is the user's code, not a graph with casts in it.
+    """
 
     __name__ = "optimizer_step"
     __qualname__ = "optimizer_step"
 
     def __init__(
-        self, optimizer: Optimizer, *, receivers: Sequence[_HasTensor], everyone: Sequence[_HasTensor]
+        self,
+        optimizer: Optimizer,
+        *,
+        receivers: Sequence[_HasTensor],
+        everyone: Sequence[_HasTensor],
+        autocast: Sequence[Autocast] = (),
     ) -> None:
         self._optimizer = optimizer
+        self._autocast = tuple(one for one in autocast if one.dtype is not None)
         self._receivers = tuple(receivers)
         self._everyone = tuple(everyone)
 
@@ -135,7 +152,10 @@ class OpaqueStep:
             param.grad = None
         for slot, grad in zip(self._receivers, grads, strict=True):
             slot.tensor().grad = grad
-        self._optimizer.step()
+        with ExitStack() as stack:
+            for one in self._autocast:
+                stack.enter_context(torch.autocast(one.device_type, dtype=one.dtype))
+            self._optimizer.step()
         # The graph, not the optimizer, decides how long a gradient lives.
         for param, grad_before in zip(everyone, before, strict=True):
             param.grad = grad_before
@@ -144,8 +164,6 @@ class OpaqueStep:
 @contextmanager
 def refusing_schedulers() -> Iterator[None]:
     """A scheduler that steps inside is refused before it changes anything: its counters cannot be replayed."""
-    classes = [LRScheduler, *_subclasses(LRScheduler)]
-    saved = {cls: cls.__dict__["step"] for cls in classes if "step" in cls.__dict__}
 
     def refuse(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         raise CaptureError(
@@ -153,13 +171,42 @@ def refusing_schedulers() -> Iterator[None]:
             "instead: the learning rate is read anew each time"
         )
 
-    for cls in saved:
-        cls.step = refuse
+    with _replaced(LRScheduler, ("step",), lambda method: refuse):
+        yield
+
+
+@contextmanager
+def refusing_scalers() -> Iterator[None]:
+    """An enabled gradient scaler is refused before it makes anything; a disabled one does nothing anyway."""
+
+    def unless_enabled(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            if scaler.is_enabled():
+                raise CaptureError(
+                    f"{type(scaler).__name__} decides by the values of the gradients whether the optimizer steps, "
+                    "which a graph cannot do: use bfloat16 autocast, which needs no scaler, or float32; a scaler "
+                    "made with enabled=False may stay"
+                )
+            return method(scaler, *args, **kwargs)
+
+        return call
+
+    with _replaced(GradScaler, ("scale", "unscale_", "step", "update"), unless_enabled):
+        yield
+
+
+@contextmanager
+def _replaced(base: type, names: Sequence[str], make: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, methods of a class and of its subclasses are what `make` makes of them."""
+    classes = [base, *_subclasses(base)]
+    saved = [(cls, name, vars(cls)[name]) for cls in classes for name in names if name in vars(cls)]
+    for cls, name, method in saved:
+        setattr(cls, name, make(method))
     try:
         yield
     finally:
-        for cls, step in saved.items():
-            cls.step = step
+        for cls, name, method in saved:
+            setattr(cls, name, method)
 
 
 def _subclasses(cls: type) -> list[Any]:

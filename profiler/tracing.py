@@ -7,14 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.node import map_aggregate
 from torch.nn.utils.stateless import _reparametrize_module
@@ -26,7 +23,6 @@ from profiler.convention import (
     BufferSlot,
     Convention,
     GradSlot,
-    Guards,
     InputSlot,
     OutputSlot,
     ParamSlot,
@@ -34,12 +30,12 @@ from profiler.convention import (
     Result,
     ReturnOut,
     StateSlot,
-    TensorSpec,
 )
 from profiler.errors import CaptureError, explain
 from profiler.fake import fake_mode_of
+from profiler.guards import PLAIN, Autocast, Guards, ModuleGuard, TensorGuard, TensorSpec, Values, held_values, hooks_of
 from profiler.ops import is_random, memory_of
-from profiler.optimizers import OpaqueStep, make_lazy_state, refusing_schedulers, why_opaque
+from profiler.optimizers import OpaqueStep, make_lazy_state, refusing_scalers, refusing_schedulers, why_opaque
 from profiler.origins import GRADIENT_OF, Stamper
 from profiler.swapping import (
     Redirect,
@@ -57,8 +53,6 @@ from profiler.swapping import (
 from profiler.targets import GpuKernels
 
 TrainStep = Callable[[Any, Any, Any], Any]
-
-_PLAIN = (int, float, bool, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +73,17 @@ class _UntraceableOptimizerError(Exception):
 
 
 def trace_step(
-    train_step: TrainStep, model: nn.Module, optimizer: Optimizer, batch: Any, *, kernels: GpuKernels | None = None
+    train_step: TrainStep,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    optimizer_outside: bool = False,
+    kernels: GpuKernels | None = None,
 ) -> Trace:
     """Trace the step; a second time where the first shows that its assumptions do not hold."""
-    reason, probing = why_opaque(optimizer), True
+    reason = "it was asked to stay outside the graph" if optimizer_outside else why_opaque(optimizer)
+    probing = True
     for _ in range(3):
         session = _Session(model, optimizer, batch, opaque_reason=reason, probing=probing, kernels=kernels)
         try:
@@ -134,18 +135,27 @@ class _Session:
         self.absent: set[ParamSlot] = set()  # whose `.grad` must be None when the step begins
         self.stepped_groups: set[int] = set()
         self.outside_reads: set[tuple[int, str]] = set()
+        self.values: tuple[Values, ...] = ()  # plain values that the step may have read, and did not change
         self._check_batch()
+        self._check_layouts()
         self._make_inputs(probing)
 
     # -- inputs -------------------------------------------------------------------------------------------
 
     def _check_batch(self) -> None:
         for leaf in self.batch_leaves:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
+            if not isinstance(leaf, (Tensor, *PLAIN)):
                 raise CaptureError(
                     f"the batch holds a {type(leaf).__name__}, whose tensors cannot be seen: pass tensors in "
                     "tuples, lists or dicts (`dict(batch)`)"
                 )
+
+    def _check_layouts(self) -> None:
+        named = {slot.name: slot.tensor() for slot in self._named()}
+        given = {f"batch leaf {i}": leaf for i, leaf in enumerate(self.batch_leaves) if isinstance(leaf, Tensor)}
+        for name, tensor in (named | given).items():
+            if tensor.layout != torch.strided:
+                raise CaptureError(f"{name} is {tensor.layout}, and a graph follows dense memory only: use .to_dense()")
 
     def _make_inputs(self, probing: bool) -> None:
         for slot in self._named():
@@ -211,7 +221,8 @@ class _Session:
                 if id(p) not in self.params:
                     raise CaptureError(
                         f"optimizer group {i} holds a parameter of shape {tuple(p.shape)} that is not the "
-                        "model's: make it part of the model"
+                        "model's: make it part of the model; where the model was given new parameters, make the "
+                        "optimizer anew"
                     )
                 pairs.append((p, self.params[id(p)]))
         return pairs
@@ -256,10 +267,12 @@ class _Session:
         storages = {s: memory_of(t)._cdata for s, t in self.args.items()}
         with ExitStack() as stack:
             stack.enter_context(self.stamper.attached(self.tracer))
+            self._hook_in(stack)
             self._swap_in(stack)
             stack.enter_context(watched_autograd(self._around_backward, self._note_returned))
             stack.enter_context(only_this_optimizer(self.optimizer))
             stack.enter_context(refusing_schedulers())
+            stack.enter_context(refusing_scalers())
             stack.enter_context(autocast_cache())
             stack.enter_context(foreach_on_stand_ins())
             stack.enter_context(shapeless_kernels())
@@ -268,9 +281,10 @@ class _Session:
             live = self.params | self.buffers
             stack.enter_context(Redirect({key: self.args[slot] for key, slot in live.items()}))
             training = [(module, module.training) for module in self.model.modules()]
-            resets: list[int] = []
+            values, resets = held_values(self.model, train_step), list[int]()
             with noted_generator_resets(lambda: resets.append(len(self.tracer.graph.nodes))):
                 result = train_step(self.model, self.optimizer, self._batch())
+            self.values = tuple(held.settled() for held in values)
             self._refuse_draws_after(resets)
             outcome = self._collect(result, training)
         for slot, tensor in self.args.items():
@@ -291,6 +305,18 @@ class _Session:
     def _batch(self) -> Any:
         leaves = [self.args.get(BatchSlot(leaf=i), leaf) for i, leaf in enumerate(self.batch_leaves)]
         return pytree.tree_unflatten(leaves, self.batch_tree)
+
+    def _hook_in(self, stack: ExitStack) -> None:
+        """The parameters' own hooks onto their stand-ins: what they do to gradients becomes part of the graph."""
+        for slot in self._named():
+            live, stand_in = slot.tensor(), self.args[slot]
+            if not live.requires_grad:
+                continue  # hooks from before it was frozen: they never run
+            on_gradient, once_accumulated = hooks_of(live)
+            register: list[tuple[Any, Any]] = [(stand_in.register_hook, hook) for hook in on_gradient]
+            register += [(stand_in.register_post_accumulate_grad_hook, hook) for hook in once_accumulated]
+            for put_on, hook in register:
+                stack.callback(put_on(hook).remove)
 
     def _swap_in(self, stack: ExitStack) -> None:
         """Stand-ins into the model, the optimizer and the `.grad`s; `preserved` takes them out again."""
@@ -387,7 +413,8 @@ class _Session:
         known = set(slots)
         state = [s for s in self.args if isinstance(s, StateSlot) and s.param in known]
         everyone = [self.by_stand_in[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
-        target = OpaqueStep(self.optimizer, receivers=slots, everyone=everyone)
+        autocast = Autocast.now(self.args[slot].device.type for slot in everyone)
+        target = OpaqueStep(self.optimizer, receivers=slots, everyone=everyone, autocast=autocast)
         args = (
             [self._node(self.args[slot]) for slot in slots],
             [self._node(self.args[slot].grad) for slot in slots],
@@ -433,7 +460,7 @@ class _Session:
 
     def _returned(self, leaves: list[Any]) -> dict[OutputSlot, Tensor]:
         for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
+            if not isinstance(leaf, (Tensor, *PLAIN)):
                 raise CaptureError(
                     f"the step returns a {type(leaf).__name__}: return tensors and numbers, in tuples or dicts"
                 )
@@ -530,8 +557,12 @@ class _Session:
         return Guards(
             batch_tree=self.batch_tree,
             batch_leaves=tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in self.batch_leaves),
-            tensors=tuple((s, TensorSpec.of(s.tensor()), s.tensor().requires_grad) for s in self._named()),
-            training=tuple((path, module, module.training) for path, module in self.model.named_modules()),
+            surroundings=(
+                *(ModuleGuard.of(path, module) for path, module in self.model.named_modules()),
+                *self.values,
+                *(TensorGuard.of(slot, slot.tensor()) for slot in self._named()),
+                *Autocast.now(tensor.device.type for tensor in self.inputs.values()),
+            ),
             groups=tuple(tuple(group["params"]) for group in groups),
             numbers=tuple((i, key, groups[i].get(key)) for i, key in sorted(baked)),
             traced_optimizer=not self.opaque_reason,

@@ -8,15 +8,19 @@ for batch in loader:
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import strategies
+from planner.errors import FileFormatError, PlannerError
 from planner.solve import DEFAULT_TIME_LIMIT_S, Strategy
-from rewriter.step import CheckpointedStep, OverBudget, Settings, TrainStep
+from rewriter.budgets import OverBudget, check_budget
+from rewriter.step import CheckpointedStep, Settings, TrainStep
 from rewriter.verify import Verification, VerificationError, verify
 
 __all__ = ["CheckpointedStep", "OverBudget", "Verification", "VerificationError", "checkpoint", "verify"]
@@ -50,6 +54,10 @@ def checkpoint(
     its gradient is complete. Raises OverBudget if no plan fits; nothing has been changed then.
     """
     chosen = strategies.make(strategy) if isinstance(strategy, str) else strategy
+    check_budget(budget, next((p.device for p in model.parameters()), torch.device("cpu")))
+    _check_numbers(time_limit_s=time_limit_s, verify=verify, most_shapes=most_shapes)
+    if plan is not None and not Path(plan).is_file():
+        raise FileFormatError(f"{plan}: there is no such plan; `step.save({str(plan)!r})` writes one")
     settings = Settings(
         budget=budget,
         strategy=chosen,
@@ -66,3 +74,12 @@ def checkpoint(
     step = CheckpointedStep(train_step, model, optimizer, settings)
     step.prepare(batch)
     return step
+
+
+def _check_numbers(*, time_limit_s: float, verify: bool | int, most_shapes: int) -> None:
+    if not (time_limit_s > 0 and math.isfinite(time_limit_s)):
+        raise PlannerError(f"time_limit_s={time_limit_s}: give the seconds that a strategy may take, such as 10")
+    if verify < 0:
+        raise PlannerError(f"verify={verify}: give True, or the number of steps to run of each version")
+    if most_shapes < 1:
+        raise PlannerError(f"most_shapes={most_shapes}: the one in use is always kept, so at least 1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,31 +12,21 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from planner.errors import BudgetError, FileFormatError, PlannerError
+from planner.errors import FileFormatError, PlannerError
 from planner.explain import Decision
-from planner.floor import floor
 from planner.ir import Graph
 from planner.plan import Plan
-from planner.schedule import Schedule, lower
+from planner.schedule import lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
-from planner.units import human_bytes, parse_budget
+from planner.units import parse_budget
 from profiler.capture import TracedStep, capture
-from profiler.measure import measure
 from rewriter.apply import apply
+from rewriter.budgets import AUTO, auto_budget, margin_bytes, over_budget
+from rewriter.measuring import Ready, measure_within
 from rewriter.verify import Verification, VerificationError, observe, verify
 
 TrainStep = Callable[[Any, Any, Any], Any]
-
-# What the prediction was ever seen to be off by, of what a step adds to memory: kept free below the budget.
-MARGIN = 0.005
-
-# What a GPU's caching allocator may lose between its blocks, of the whole memory: left out of budget="auto".
-FRAGMENTATION = 0.03
-
-
-class OverBudget(PlannerError):  # noqa: N818 - an answer, not a fault
-    """No plan meets the budget; says the smallest peak found, the floor, and what would help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +69,7 @@ class CheckpointedStep:
         self._optimizer = optimizer
         self._settings = settings
         self._forms: list[Prepared] = []  # the most recently used first
+        self._new_numbers = 0  # how often a form was left because a number of the optimizer's had changed
 
     def __call__(self, batch: Any) -> Any:
         """One training step on `batch`; returns what the user's own step returns."""
@@ -140,14 +130,24 @@ class CheckpointedStep:
                     self._forms.insert(0, self._forms.pop(i))
                 return form
             wrong = wrong or mismatches
+        if self._forms and self._forms[0].traced.convention.guards.changed_numbers(self._optimizer):
+            self._new_numbers += 1
         self._say_why(wrong)
         return self.prepare(batch)
 
     def _say_why(self, wrong: list[str]) -> None:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
+        outside = "; from now on the optimizer runs as itself, outside the plan" if self._optimizer_outside else ""
         warnings.warn(
-            f"this step is captured and planned anew, because {'; '.join(wrong[:2])}{more}", UserWarning, stacklevel=4
+            f"this step is captured and planned anew, because {'; '.join(wrong[:2])}{more}{outside}",
+            UserWarning,
+            stacklevel=4,
         )
+
+    @property
+    def _optimizer_outside(self) -> bool:
+        """Whether its numbers change so often (a schedule of momentum, say) that none of them should be baked in."""
+        return self._new_numbers > 1 and not self._settings.early_updates
 
     def prepare(self, batch: Any) -> Prepared:
         """Capture, measure, plan and rewrite for `batch`; OverBudget before anything is changed."""
@@ -159,9 +159,13 @@ class CheckpointedStep:
             batch,
             free_gradients=settings.free_gradients,
             early_updates=settings.early_updates,
+            optimizer_outside=self._optimizer_outside,
         )
-        traced = measure(traced, batch, show_progress=settings.show_progress).traced
-        solution = self._solve(traced, batch)
+        limit, _ = self._budget(traced.graph)
+        ready = measure_within(traced, batch, limit_bytes=limit, show_progress=settings.show_progress)
+        self._check_verifiable(ready)
+        traced = ready.traced
+        solution = self._solve(ready, batch)
         assert solution.schedule is not None
         module = apply(traced, solution.schedule)
         form = Prepared(traced=traced, solution=solution, module=module, verification=None)
@@ -171,40 +175,56 @@ class CheckpointedStep:
         del self._forms[settings.most_shapes :]
         return form
 
-    def _solve(self, traced: TracedStep, batch: Any) -> Solution:
-        settings, graph = self._settings, traced.graph
+    def _check_verifiable(self, ready: Ready) -> None:
+        if self._settings.verify_steps and not ready.as_it_is:
+            raise PlannerError(
+                "verify=True runs your own step beside the planned one, and your own does not fit in memory: verify on "
+                "a smaller batch, then plan this one without"
+            )
+
+    def _solve(self, ready: Ready, batch: Any) -> Solution:
+        settings, graph = self._settings, ready.traced.graph
         given = self._given(graph)
-        limit, margin = self._limit(traced, batch, keeps_all=given is None or given.keeps_all)
+        keeps_all = ready.as_it_is and (given is None or given.keeps_all)
+        limit, margin = self._limit(ready.traced, batch, keeps_all=keeps_all)
         problem = Problem(
             graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s, in_place=settings.in_place
         )
         solution = solve(problem, given) if given else solve_if_needed(problem, settings.strategy, label=settings.label)
         if solution.status is not Status.FITS:
-            raise OverBudget(_over_budget(solution, limit, margin))
+            raise over_budget(solution, limit, margin)
         return solution
+
+    def _budget(self, graph: Graph) -> tuple[int, int]:
+        """The budget in bytes, and the peak of the unplanned step, which a share of it is meant of."""
+        unplanned = lower(graph, Plan(), in_place=self._settings.in_place)
+        peak_bytes = simulate(graph, unplanned).peak_bytes
+        return self._as_bytes(graph, peak_bytes), peak_bytes
+
+    def _as_bytes(self, graph: Graph, peak_bytes: int) -> int:
+        budget = self._settings.budget
+        if budget == AUTO:
+            return auto_budget(graph, next(self._model.parameters()).device, torch.cuda)
+        return parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
 
     def _limit(self, traced: TracedStep, batch: Any, *, keeps_all: bool) -> tuple[int, int]:
         """The budget in bytes, and what of it is kept free: nothing where the step fits it as it is.
 
         `keeps_all` says that running without any recomputation would be an answer.
         """
-        graph, budget = traced.graph, self._settings.budget
-        unplanned = lower(graph, Plan(), in_place=self._settings.in_place)
-        peak_bytes = simulate(graph, unplanned).peak_bytes
-        if budget == "auto":
-            budget = auto_budget(graph, next(self._model.parameters()).device, torch.cuda)
-        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
-        margin = _margin(graph, limit)
+        graph = traced.graph
+        limit, peak_bytes = self._budget(graph)
+        margin = margin_bytes(graph, limit)
         if not keeps_all or not limit - margin < peak_bytes <= limit:
             return limit, margin
         # Too close to trust the prediction, and a needless plan would cost time: let the step itself say.
-        measured_bytes = graph.start_bytes + self._measured_peak(traced, unplanned, batch)
-        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=max(peak_bytes, measured_bytes))
-        return limit, (0 if measured_bytes <= limit else _margin(graph, limit))
+        measured_bytes = graph.start_bytes + self._measured_peak(traced, batch)
+        limit = self._as_bytes(graph, max(peak_bytes, measured_bytes))
+        return limit, (0 if measured_bytes <= limit else margin_bytes(graph, limit))
 
-    def _measured_peak(self, traced: TracedStep, schedule: Schedule, batch: Any) -> int:
-        """What the captured step really adds to memory when it runs `schedule`; everything is put back."""
-        module = apply(traced, schedule)
+    def _measured_peak(self, traced: TracedStep, batch: Any) -> int:
+        """What the captured step really adds to memory when it runs unplanned; everything is put back."""
+        module = apply(traced, lower(traced.graph, Plan(), in_place=self._settings.in_place))
         seen = observe(
             lambda b: traced.convention.call(module, b),
             self._model,
@@ -213,6 +233,7 @@ class CheckpointedStep:
             steps=2,  # a first step may still make what later ones find there
             unread_gradients=[slot.tensor() for slot in traced.convention.dropped],
             generators=traced.generators,
+            tensors=traced.written_outside(batch),
         )
         return seen.peak_bytes
 
@@ -240,6 +261,7 @@ class CheckpointedStep:
             predicted_peak_bytes=timeline.above_start_bytes,
             unread_gradients=[slot.tensor() for slot in convention.dropped],
             generators=form.traced.generators,
+            tensors=form.traced.written_outside(batch),
             compare_gradients=not self._settings.free_gradients,
             steps=self._settings.verify_steps,
         )
@@ -249,22 +271,6 @@ class CheckpointedStep:
                 "and optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
             )
         return found
-
-
-def _margin(graph: Graph, limit: int) -> int:
-    return int(MARGIN * max(0, limit - graph.start_bytes))
-
-
-def auto_budget(graph: Graph, device: torch.device, api: Any) -> int:
-    """What the step may use of a GPU: what is live before it and what is free, less a share for fragmentation.
-
-    `api` is torch.cuda, or a stand-in of it in tests.
-    """
-    if device.type != "cuda":
-        raise BudgetError(f"budget 'auto' asks a GPU what is free, but the model is on {device}: say bytes or a share")
-    free, total = api.mem_get_info(device)
-    cached = api.memory_reserved(device) - api.memory_allocated(device)
-    return int(graph.start_bytes + free + cached - FRAGMENTATION * total)
 
 
 class _Given:
@@ -281,19 +287,3 @@ class _Given:
 
     def plan(self, problem: Problem) -> Plan:
         return self._plan
-
-
-def _over_budget(solution: Solution, limit: int, margin: int) -> str:
-    graph, found = solution.problem.graph, solution.timeline
-    least = f"the smallest peak found is {human_bytes(found.peak_bytes)}" if found else solution.reason
-    lowest = floor(graph)
-    help_text = "a smaller batch"
-    if lowest.nbytes < limit:
-        help_text = f"another strategy or a longer time limit may get below it; {help_text} always does"
-    needed = found.peak_bytes if found else lowest.nbytes
-    enough = graph.start_bytes + math.ceil((needed - graph.start_bytes) / (1 - MARGIN))
-    return (
-        f"{solution.strategy}: no plan fits {human_bytes(limit)} ({human_bytes(margin)} of it kept free): {least}. "
-        f"No plan at all can go under {lowest}. What would help: {help_text}, or a budget of at least "
-        f"{enough} bytes ({human_bytes(enough)})"
-    )

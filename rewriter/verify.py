@@ -67,16 +67,27 @@ def verify(
     predicted_peak_bytes: int,
     unread_gradients: Sequence[Tensor] = (),
     generators: Sequence[torch.Generator] = (),
+    tensors: Sequence[Tensor] = (),
     compare_gradients: bool = True,
     steps: int = 3,
 ) -> Verification:
     """Run both from the same state and generator for a few steps; the user's objects stay as they are.
 
     `eager` and `planned` take a batch and step the same `model` and `optimizer`. `generators` are the user's own
-    that they draw from. `compare_gradients` is off for a planned step that was told to free them.
+    that they draw from, `tensors` what they write to beside model and optimizer. `compare_gradients` is off for a
+    planned step that was told to free them.
     """
     expected, actual = (
-        observe(step, model, optimizer, batch, steps=steps, unread_gradients=unread_gradients, generators=generators)
+        observe(
+            step,
+            model,
+            optimizer,
+            batch,
+            steps=steps,
+            unread_gradients=unread_gradients,
+            generators=generators,
+            tensors=tensors,
+        )
         for step in (eager, planned)
     )
     return compare(expected, actual, predicted_peak_bytes=predicted_peak_bytes, compare_gradients=compare_gradients)
@@ -124,19 +135,20 @@ def observe(
     steps: int,
     unread_gradients: Sequence[Tensor] = (),
     generators: Sequence[torch.Generator] = (),
+    tensors: Sequence[Tensor] = (),
 ) -> Observation:
     """Step a few times and put everything back.
 
     Seen are what each step returns, every gradient after it, and at the end parameters, buffers, optimizer
-    state and the generators. The peak is that of the last step, begun without the `.grad`s of
-    `unread_gradients`, which the step clears anyway. A parameter that has no `.grad` now has none when any of
-    the steps begins.
+    state, the generators, and `tensors`, which the step writes to beside model and optimizer. The peak is that of the
+    last step, begun without the `.grad`s of `unread_gradients`, which the step clears anyway. A parameter that has no
+    `.grad` now has none when any of the steps begins.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     seen: Observed = {}
     returned: list[Any] = []
     without = [p for p in model.parameters() if p.grad is None]
-    with state_kept(model, optimizer, generators=generators):
+    with state_kept(model, optimizer, generators=generators, tensors=tensors):
         for i in range(steps - 1):
             _take(seen, i, step(batch), model)
             _clear(without)
@@ -150,6 +162,8 @@ def observe(
             seen["generators", "CUDA generator"] = torch.cuda.get_rng_state(device)
         for i, generator in enumerate(generators):
             seen["generators", f"generator {i} of the step's own"] = generator.get_state()
+        for i, tensor in enumerate(tensors):
+            seen["other tensors", f"tensor {i} that the step writes to"] = _copy(tensor)
     return Observation(steps=steps, tensors=seen, peak_bytes=peak)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_rows_out, add_workload, names_a_workload, split_commas, strategy_specs, workload
+from bench.commands.options import add_rows_out, add_workload, budgets, names_a_workload, strategy_specs, workload
 
 HELP = (
     "Describe this CPU by a short benchmark, estimate the op times of a step from that, and compare them with measured "
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     run_calibration(
         [workload(options)] if names_a_workload(options) else CASES,
         strategy_specs(options.strategy),
-        split_commas(options.budget),
+        budgets(options.budget),
         time_limit_s=options.time_limit,
         out=options.rows_file,
     )

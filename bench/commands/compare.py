@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from bench.commands.options import (
+    LIBERTIES,
+    WORKLOAD,
     add_liberties,
     add_workload,
     batches,
@@ -13,6 +15,7 @@ from bench.commands.options import (
     check_folder,
     check_writable,
     positive,
+    refuse_together,
     split_commas,
     strategy_specs,
     workload,
@@ -53,23 +56,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "'selective,Hugging Face', only these",
     )
     parser.add_argument(
-        "--batches", type=batches, help="4,8,16: peak and latency against batch size, for the first strategy and budget"
+        "--batches", type=batches, help="4,8,16: peak and latency against batch size, for one strategy and budget"
     )
     parser.add_argument("--graph", type=Path, help="plan on a saved graph (graph.json of `profile`) instead of a model")
     parser.add_argument("--synthetic", help="plan on made-up graphs: chain, tower, unet, transformer, resnet-like, ...")
 
 
 def run(options: argparse.Namespace) -> int:
+    check_options(options)
     if options.json is not None:
         check_writable(options.json)
     usual = "auto" if options.batches is not None else "sqrtn,mutwo,ilp"
     specs, limits = strategy_specs(options.strategy or usual), budgets(options.budget)
     if options.graph is not None or options.synthetic is not None:
         return _compare_graphs(options, specs, limits)
-    check_folder(options.out)
     if options.batches is not None:
-        return _sweep(options, specs[0], limits[0])
+        return _sweep(options, _only_one("--strategy", specs), _only_one("--budget", limits))
     return _compare_model(options, specs, limits)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """PlannerError for options of which one would be ignored, naming both."""
+    refuse_together(options, "--graph", ["--synthetic"], "say one of them")
+    for graph in ("--graph", "--synthetic"):
+        others = [*WORKLOAD, *LIBERTIES, "--peers", "--batches"]
+        refuse_together(options, graph, others, "a graph is planned on as it is, and nothing is run")
+    refuse_together(options, "--model", ["--import"], "train one of them")
+    refuse_together(options, "--batches", ["--batch"], "the one is a list of the other")
+    refuse_together(options, "--batches", ["--peers"], "peers are measured at one batch, so say --batch with them")
+
+
+def _only_one(flag: str, chosen: list[str]) -> str:
+    if len(chosen) != 1:
+        text = ", ".join(chosen)
+        raise PlannerError(f"--batches and several of {flag} contradict each other: a sweep takes one of {text}")
+    return chosen[0]
 
 
 def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
@@ -98,6 +119,7 @@ def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[
 def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
     from bench.sweep import run_sweep
 
+    check_folder(options.out)
     run_sweep(
         workload(options),
         options.batches,
@@ -114,6 +136,7 @@ def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
 def _compare_model(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
     from bench.compare import compare_model
 
+    check_folder(options.out)
     compare_model(
         workload(options, default=DEFAULT_BATCH_AND_IMAGE),
         specs,

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import strategies
 from bench.commands.options import (
+    LIBERTIES,
+    WORKLOAD,
     add_liberties,
     add_workload,
     budgets,
     check_folder,
     one,
+    refuse_together,
     strategy_specs,
     workload,
 )
@@ -37,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    refuse_together(options, "--graph", [*WORKLOAD, *LIBERTIES], "a graph is planned on as it is")
     spec, budget = one("strategy", strategy_specs(options.strategy)), one("budget", budgets(options.budget))
     graph = None if options.graph is None else Graph.load(options.graph)
     check_folder(options.out)
@@ -61,9 +65,6 @@ def _solution(graph: Graph, spec: str, budget: str, *, time_limit_s: float) -> S
 
 
 def _measured(options: argparse.Namespace) -> Graph:
-    from profiler.measure import measure
+    from bench.plans import measured_graph
 
-    spec = workload(options)
-    made = spec.make()
-    graph: Graph = measure(spec.capture(made), made[3]).graph
-    return graph
+    return measured_graph(workload(options))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import PlannerError
 from planner.units import read_budget
+
+# What to train, and what its planned form may do: none of them has a default, so that a given one can be told.
+WORKLOAD = ("--model", "--import", "--batch", "--image", "--seq", "--optimizer", "--dtype", "--device")
+LIBERTIES = ("--free-gradients", "--early-updates")
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +25,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--import",
         dest="source",
-        default="",
         metavar="PACKAGE.MODULE:MAKE",
         help="your own: make(batch_size) -> (train_step, model, optimizer, batch)",
     )
@@ -28,8 +32,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--image", type=positive, help="pixels a side, for image models")
     group.add_argument("--seq", type=positive, help="tokens, for language models")
     group.add_argument("--optimizer", help="sgd, adamw, adam (fused, inside the graph), adamw-default, adam-default")
-    group.add_argument("--dtype", default="float32", help="float32, or bfloat16 for autocast")
-    group.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    group.add_argument("--dtype", help="float32 (default), or bfloat16 for autocast")
+    group.add_argument("--device", help="cpu (default), cuda or cuda:N")
 
 
 def add_liberties(parser: argparse.ArgumentParser) -> None:
@@ -49,21 +53,36 @@ def workload(options: argparse.Namespace, *, default: tuple[int, int] | None = N
     """The workload that was asked for; `default` is the batch and image of a call that names no model and no size."""
     from bench.workloads import WorkloadSpec
 
+    refuse_together(options, "--model", ["--import"], "train one of them")
     batch, image = options.batch, options.image
     if default is not None and not options.model and not options.source and batch is None and image is None:
         batch, image = default
     return WorkloadSpec(
         model=options.model or "resnet152",
-        source=options.source,
+        source=options.source or "",
         batch=batch,
         image=image,
         seq=options.seq,
         optimizer=options.optimizer,
-        dtype=options.dtype,
-        device=options.device,
+        dtype=options.dtype or "float32",
+        device=options.device or "cpu",
         free_gradients=getattr(options, "free_gradients", False),
         early_updates=getattr(options, "early_updates", False),
     )
+
+
+def refuse_together(options: argparse.Namespace, flag: str, others: Sequence[str], why: str) -> None:
+    """PlannerError that names both if `flag` was given and one of `others` too, of which one would be ignored."""
+    clashing = [other for other in others if given(options, other)]
+    if clashing and given(options, flag):
+        raise PlannerError(f"{flag} and {clashing[0]} contradict each other: {why}")
+
+
+def given(options: argparse.Namespace, flag: str) -> bool:
+    """Whether an option without a default stands on the command line."""
+    name = "source" if flag == "--import" else flag.removeprefix("--").replace("-", "_")
+    value = getattr(options, name)
+    return value is not None and value is not False
 
 
 def check_writable(path: Path) -> None:
@@ -139,7 +158,6 @@ def names_a_workload(options: argparse.Namespace) -> bool:
     """Whether the call says what to train, rather than leaving it to the command; sizes of nothing are refused."""
     if options.model or options.source:
         return True
-    plain = {"batch": None, "image": None, "seq": None, "optimizer": None, "dtype": "float32", "device": "cpu"}
-    if told := [f"--{name}" for name, usual in plain.items() if getattr(options, name) != usual]:
+    if told := [flag for flag in WORKLOAD if given(options, flag)]:
         raise PlannerError(f"{', '.join(told)} without a model: say which with --model or --import")
     return False

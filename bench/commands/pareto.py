@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.commands.options import (
+    WORKLOAD,
     add_workload,
+    budgets,
     check_folder,
     check_writable,
+    refuse_together,
     split_commas,
     strategy_specs,
     workload,
@@ -31,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--strategy", default="keep_all,sqrtn,cheap,mutwo,ilp", help="one, several with commas, or 'all'"
     )
     parser.add_argument(
-        "--budget", default="", help="points of the curve, with commas (default 100%%, 95%% and so on down to 10%%)"
+        "--budget", help="points of the curve, with commas (default 100%%, 95%% and so on down to 10%%)"
     )
     parser.add_argument(
         "--budget-for", type=share, metavar="5%", help="instead: the least memory in which the step is 5%% slower"
@@ -60,11 +62,14 @@ def share(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     from bench import pareto
+    from bench.results import command_line, save_rows
     from strategies.pareto import BUDGETS
 
+    _check_options(options)
     if options.json is not None:
         check_writable(options.json)
-    specs, budgets = strategy_specs(options.strategy), split_commas(options.budget) or list(BUDGETS)
+    specs = strategy_specs(options.strategy)
+    limits = list(BUDGETS) if options.budget is None else budgets(options.budget)
     if options.budget_for is None:
         check_folder(options.out)
     limit_s = options.time_limit
@@ -72,19 +77,24 @@ def run(options: argparse.Namespace) -> int:
     if options.budget_for is not None:
         answers = [pareto.run_budget_for(graph, options.budget_for, time_limit_s=limit_s) for graph in graphs]
         if options.json is not None:
-            options.json.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
+            save_rows(options.json, command=command_line(), rows=answers)
         return 0
-    found = [pareto.run_pareto(graph, specs, budgets, time_limit_s=limit_s, out=options.out) for graph in graphs]
+    found = [pareto.run_pareto(graph, specs, limits, time_limit_s=limit_s, out=options.out) for graph in graphs]
     if options.json is not None:
-        pareto.write_json(options.json, found)
+        rows = [row for each in found for row in pareto.as_data(each)]
+        save_rows(options.json, command=command_line(), rows=rows)
     return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    refuse_together(options, "--graph", ["--synthetic"], "say one of them")
+    for graph in ("--graph", "--synthetic"):
+        refuse_together(options, graph, [*WORKLOAD, "--roofline"], "a graph has its own sizes and times")
 
 
 def _graphs(options: argparse.Namespace) -> list[Graph]:
     if options.graph is None and options.synthetic is None:
         return [_captured(options)]
-    if options.roofline:
-        raise PlannerError("--roofline is for models: a saved or made-up graph has its own times")
     from bench.planning import SYNTHETIC
     from planner.ir import Graph
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_rows_out, add_workload, names_a_workload, split_commas, strategy_specs, workload
+from bench.commands.options import add_rows_out, add_workload, budgets, names_a_workload, strategy_specs, workload
 
 HELP = (
     "Compare strategies on captured graphs of full size, with the times of a fixed A100-like roofline. "
@@ -25,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from bench.plans import MODELS, layered_cases, model_cases, run_plans
 
-    specs, budgets = strategy_specs(options.strategy), split_commas(options.budget)
+    specs, limits = strategy_specs(options.strategy), budgets(options.budget)
     named = names_a_workload(options)
-    cases = model_cases([workload(options)] if named else MODELS, budgets, options.time_limit)
+    cases = model_cases([workload(options)] if named else MODELS, limits, options.time_limit)
     run_plans(cases if named else [*cases, *layered_cases()], specs, out=options.rows_file)
     return 0

@@ -20,7 +20,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         check_folder(options.out)
+    from bench.exhaustion import guarded
     from bench.profiling import run_profile
 
-    run_profile(workload(options), out=options.out)
+    work = workload(options)
+    guarded(f"profiling {work.title}", lambda: run_profile(work, out=options.out))
     return 0

@@ -1,10 +1,13 @@
-"""`python -m bench results`: the tables of the results folder, and the figure of the pipeline, made again."""
+"""`python -m bench results`: the tables and figures of the results folder, made again."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "Make the tables of bench/results again from their rows, and the figure of the pipeline."
+HELP = (
+    "Make the tables and figures of bench/results again from their rows and graphs, and the figure of the pipeline. "
+    "Nothing is measured."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

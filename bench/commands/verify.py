@@ -20,5 +20,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     spec, budget = one("strategy", strategy_specs(options.strategy)), one("budget", budgets(options.budget))
     from bench.compare import verify_model
+    from bench.exhaustion import guarded
 
-    return 0 if verify_model(workload(options), spec, budget, steps=options.steps) else 1
+    work = workload(options)
+    exact = guarded(f"verifying {work.title}", lambda: verify_model(work, spec, budget, steps=options.steps))
+    return 0 if exact else 1

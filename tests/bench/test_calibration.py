@@ -139,14 +139,22 @@ def test_the_report_is_made_saved_tabled_and_drawn(cpu, tmp_path, monkeypatch, c
     assert -1 <= row["rank_correlation"] <= 1
     assert sum(kind["ops"] for kind in row["kinds"]) == row["ops"]
     assert sum(kind["measured_us"] for kind in row["kinds"]) == pytest.approx(row["measured_us"])
+    assert sum(len(points["measured_us"]) for points in row["points"].values()) == row["ops"]
     (plan,) = row["plans"]
     assert plan["from_measured"]["peak_bytes"] > 0
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    (page,) = make_tables(tmp_path)
+    drawn = out.with_suffix(".png").read_bytes()
+    page, figure = make_tables(tmp_path)
+    assert figure.read_bytes() == drawn
     text = page.read_text(encoding="utf-8")
     assert "## Plans made from estimates, judged on measured times" in text
     assert "| resnet18 b2 32px | 80% | mutwo |" in text
     assert "convolution backward" in capsys.readouterr().out
+
+
+def test_rows_that_were_saved_without_their_points_have_no_figure(tmp_path):
+    assert calibration.draw_points(tmp_path / "figure.png", [{"model": "m"}]) == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_of_a_cpu_that_is_shown_says_measured(cpu, capsys):

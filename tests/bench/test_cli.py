@@ -1,6 +1,9 @@
 """The command line: bad input is told in one line, and planning on graphs needs no torch."""
 
+import argparse
+import importlib
 import json
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -9,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import COMMANDS, main
-from bench.commands.compare import _peers
+from bench.commands.compare import _peers, check_options
 from bench.peers import PEERS
 from bench.synthetic import residual_tower
+from bench.workloads import WorkloadSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +49,66 @@ def test_bad_input_is_one_line_that_names_it(arguments, said, capsys, monkeypatc
     assert len(error.strip().splitlines()) == 1
 
 
+CONTRADICTIONS = [
+    (["--graph", "g.json", "--synthetic", "tower"], "--graph and --synthetic"),
+    *(
+        ([graph, "tower", *given], f"{graph} and {given[0]}")
+        for graph in ("--graph", "--synthetic")
+        for given in (
+            ["--model", "bert"],
+            ["--import", "a.b:make"],
+            ["--batch", "8"],
+            ["--image", "96"],
+            ["--seq", "128"],
+            ["--optimizer", "sgd"],
+            ["--dtype", "float32"],
+            ["--device", "cpu"],
+            ["--free-gradients"],
+            ["--early-updates"],
+            ["--peers"],
+            ["--batches", "4,8"],
+        )
+    ),
+    (["--model", "bert", "--import", "a.b:make"], "--model and --import"),
+    (["--batches", "4,8", "--batch", "8"], "--batches and --batch "),
+    (["--batches", "4,8", "--peers"], "--batches and --peers"),
+    (["--batches", "4,8", "--strategy", "mutwo,sqrtn"], "--batches and several of --strategy"),
+    (["--batches", "4,8", "--strategy", "all"], "--batches and several of --strategy"),
+    (["--batches", "4,8", "--budget", "50%,60%"], "--batches and several of --budget"),
+    (["verify", "--model", "bert", "--import", "a.b:make"], "--model and --import"),
+    (["graph", "--graph", "g.json", "--batch", "4"], "--graph and --batch"),
+    (["pareto", "--graph", "g.json", "--synthetic", "tower"], "--graph and --synthetic"),
+    (["pareto", "--graph", "g.json", "--model", "bert"], "--graph and --model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "both"), CONTRADICTIONS, ids=lambda value: " ".join(value).strip())
+def test_options_of_which_one_would_be_ignored_are_told_by_name(arguments, both, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(WorkloadSpec, "make", lambda self: pytest.fail("a model was made"))
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bench: {both}")
+    assert len(error.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def printed_commands():
+    """The arguments of every `python -m bench` that the README prints."""
+    lines = (line.removeprefix("$ ") for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    return [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("python -m bench")]
+
+
+@pytest.mark.parametrize("arguments", printed_commands(), ids=" ".join)
+def test_every_command_that_the_readme_prints_is_understood(arguments):
+    name = arguments.pop(0) if arguments[0] in COMMANDS else "compare"
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"bench.commands.{name}").add_options(parser)
+    options = parser.parse_args(arguments)
+    if name == "compare":
+        check_options(options)
+
+
 def test_a_batch_of_zero_is_refused_by_the_parser(capsys):
     with pytest.raises(SystemExit):
         main(["--batch", "0"])
@@ -60,6 +124,15 @@ def test_rows_are_written_as_json(tmp_path):
     assert (keep_all["status"], mutwo["status"]) == ("over budget", "fits")
     assert mutwo["peak_bytes"] <= mutwo["budget_bytes"] < keep_all["peak_bytes"]
     assert mutwo["overhead"] > 0
+
+
+def test_a_budget_above_the_peak_of_a_graph_says_that_there_is_nothing_to_do(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["--synthetic", "tower", "--strategy", "mutwo,cheap", "--budget", "120%", "--json", str(file)]) == 0
+    assert "nothing to do" in " ".join(capsys.readouterr().out.split())
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["strategy"] for row in rows] == ["mutwo", "cheap"]
+    assert all(row["dropped"] == 0 and row["reason"].startswith("nothing to do") for row in rows)
 
 
 def test_a_saved_graph_is_compared_in_a_process_where_importing_torch_fails(tmp_path):

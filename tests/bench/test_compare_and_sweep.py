@@ -5,16 +5,20 @@ import json
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 
+import bench.accuracy
 import bench.run
 import bench.sweep
 from bench import figures
 from bench.__main__ import main
+from bench.accuracy import measure_accuracy
 from bench.exhaustion import OutOfMemory
 from bench.results import resumed_rows, save_rows
 from bench.sweep import run_sweep, sweep_cells
 from bench.workloads import WorkloadSpec
 from planner.errors import FileFormatError
+from tests.bench import small
 
 WORK = "tests.bench.small:make"
 SMALL = ["--import", WORK, "--batch", "8", "--pairs", "1"]
@@ -86,6 +90,37 @@ def test_nothing_to_do_is_printed_once_a_budget(compared):
     assert "budget 60%: nothing to do" not in compared[2]
 
 
+def test_in_a_pipe_each_stage_is_told(compared):
+    for stage in ("small:make b8: making the model", "capturing the step", "planning mutwo at 60%", "timing, rounds"):
+        assert stage in compared[2]
+
+
+@pytest.mark.parametrize("grads", ["None", "tensors"])
+def test_a_step_that_never_clears_its_gradients_is_timed(grads, tmp_path, monkeypatch):
+    make = small.make_never_clearing
+    if grads == "tensors":
+        monkeypatch.setattr(small, "make_never_clearing", lambda batch: with_gradients(make(batch)))
+    file = tmp_path / "rows.json"
+    work = ["--import", "tests.bench.small:make_never_clearing", "--batch", "8", "--pairs", "3", "--out", str(tmp_path)]
+    assert main([*work, "--strategy", "mutwo", "--budget", "80%", "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["exact"] is True
+    assert row["measured_ratio"] > 0
+
+
+def with_gradients(workload):
+    step, model, optimizer, batch = workload
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    return step, model, optimizer, batch
+
+
+def test_accuracy_times_a_step_that_never_clears_its_gradients(monkeypatch):
+    monkeypatch.setattr(bench.accuracy, "_process_peak", lambda call: len(str(call())))
+    row = measure_accuracy(WorkloadSpec(source="tests.bench.small:make_never_clearing", batch=8), pairs=2)
+    assert row.simulated_bytes == row.allocator_bytes
+
+
 def test_a_planned_step_that_runs_out_of_memory_is_a_row_that_says_so(tmp_path, capsys, monkeypatch):
     real = bench.run.apply
 
@@ -119,10 +154,11 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(command, tmp
     assert "Not a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["verify"], ["graph"]])
+@pytest.mark.parametrize("command", [[], ["verify"], ["graph"], ["pareto"], ["plans"], ["calibrate"]])
 @pytest.mark.parametrize("budget", ["4 bananas", "0", "-3", ","])
 def test_a_budget_that_cannot_be_read_is_told_before_the_work(command, budget, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("bench.workloads._from_zoo", lambda _: pytest.fail("a model was made"))
+    monkeypatch.setattr("bench.calibration.calibrated_cpu", lambda _: pytest.fail("the CPU was measured"))
     monkeypatch.chdir(tmp_path)
     assert main([*command, "--model", "resnet18", f"--budget={budget}"]) == 2
     assert "budget" in capsys.readouterr().err
@@ -190,7 +226,7 @@ def test_a_batch_that_cannot_even_be_made_is_predicted_without_memory(tmp_path):
 
 def test_a_predicted_batch_after_an_interrupt_measures_the_largest_measured_one_anew(tmp_path, monkeypatch):
     sweep(tmp_path, [6])
-    monkeypatch.setattr(bench.sweep, "fits_machine", lambda *_: False)
+    monkeypatch.setattr(bench.sweep, "lack_of", lambda *_, **__: "no room")
     rows = sweep(tmp_path, [6, 8])
     assert [row["measured"] for row in rows] == [True, False]
     assert rows[1]["eager_s"] > 0
@@ -231,6 +267,13 @@ def test_a_file_that_holds_no_rows_is_refused_with_the_way_on(tmp_path, text):
     file.write_text(text)
     with pytest.raises(FileFormatError, match="delete it or use another --out"):
         resumed_rows(file, settings={})
+
+
+def test_rows_are_saved_where_there_is_no_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    save_rows(tmp_path / "rows.json", command="x", rows=[{"a": 1}])
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert (document["commit"], document["rows"]) == ("unknown", [{"a": 1}])
 
 
 def test_saving_leaves_no_partial_file_behind(tmp_path):

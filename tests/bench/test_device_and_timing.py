@@ -5,20 +5,15 @@ import torch
 
 from bench.__main__ import main
 from bench.exhaustion import OutOfMemory, guarded, is_exhaustion
-from bench.sweep import fits_machine
-from bench.synthetic import residual_tower
 from bench.timing import Clock, spread
 from bench.workloads import WorkloadError, WorkloadSpec, find_device, moved
-from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import simulate
 
 
 class FakeCuda:
     """The part of torch.cuda that a command asks before it moves anything."""
 
-    def __init__(self, devices=2, total_bytes=1000):
-        self.devices, self.total_bytes, self.waits = devices, total_bytes, []
+    def __init__(self, devices=2):
+        self.devices, self.waits = devices, []
 
     def is_available(self):
         return self.devices > 0
@@ -28,9 +23,6 @@ class FakeCuda:
 
     def synchronize(self, device):
         self.waits.append(device)
-
-    def mem_get_info(self, device):
-        return self.total_bytes // 2, self.total_bytes
 
 
 # -- --device -----------------------------------------------------------------------------------------------------
@@ -89,13 +81,6 @@ def test_the_title_and_the_file_name_say_the_device():
 def test_accuracy_refuses_a_gpu_whose_memory_the_process_does_not_hold(capsys):
     assert main(["accuracy", "--model", "resnet18", "--device", "cuda"]) == 2
     assert "holds no GPU tensor" in capsys.readouterr().err
-
-
-def test_whether_a_batch_fits_is_asked_of_the_gpu_it_runs_on():
-    graph = residual_tower(3)
-    peak_bytes = simulate(graph, lower(graph, Plan())).peak_bytes
-    assert not fits_machine(graph, "cuda", FakeCuda(total_bytes=peak_bytes))
-    assert fits_machine(graph, "cuda", FakeCuda(total_bytes=2 * peak_bytes))
 
 
 # -- clocks -------------------------------------------------------------------------------------------------------

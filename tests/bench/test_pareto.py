@@ -13,8 +13,9 @@ import pytest
 
 from bench.__main__ import main
 from bench.figures_pareto import draw_trade_off, impossible_bytes, proven_steps, undominated
-from bench.pareto import TradeOff, TradeOffRow, as_data, overhead_table, trade_off
+from bench.pareto import TradeOff, TradeOffRow, as_data, from_data, overhead_table, trade_off
 from bench.synthetic import residual_tower
+from planner.errors import FileFormatError
 from planner.plan import Plan
 from strategies.keep_all import KeepAll
 
@@ -107,6 +108,16 @@ def test_rows_as_data_carry_what_their_graph_starts_and_peaks_at(found):
     assert {"times", "start_bytes", "floor_bytes", "strategy", "bound"} <= set(data[0])
 
 
+def test_saved_rows_are_the_same_curve_again(found):
+    assert from_data(json.loads(json.dumps(as_data(found)))) == found
+
+
+def test_rows_of_two_graphs_are_not_one_curve(found):
+    other = as_data(replace(found, rows=tuple(replace(r, graph="other") for r in found.rows)))
+    with pytest.raises(FileFormatError, match="rows of other, tower-5 are not one curve"):
+        from_data([*as_data(found), *other])
+
+
 def test_a_saved_graph_gives_its_curve_and_a_budget_where_importing_torch_fails(tmp_path):
     residual_tower(5).save(tmp_path / "graph.json")
     script = textwrap.dedent(
@@ -126,9 +137,10 @@ def test_a_saved_graph_gives_its_curve_and_a_budget_where_importing_torch_fails(
     assert "tower-5: overhead against memory" in done.stdout
     assert "at most 5.0% slower, the step runs in" in done.stdout
     assert (tmp_path / "pareto_tower_5.png").read_bytes().startswith(b"\x89PNG")
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {r["strategy"] for r in rows} == {"keep_all", "sqrtn", "cheap", "mutwo", "ilp"}
-    (least,) = json.loads((tmp_path / "least.json").read_text())
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert {"command", "versions", "machine", "commit"} <= set(document)
+    assert {r["strategy"] for r in document["rows"]} == {"keep_all", "sqrtn", "cheap", "mutwo", "ilp"}
+    (least,) = json.loads((tmp_path / "least.json").read_text())["rows"]
     assert least["floor_bytes"] <= least["peak_bytes"] < least["unplanned_peak_bytes"]
     assert least["overhead"] <= 0.05
 
@@ -137,7 +149,7 @@ def test_a_saved_graph_gives_its_curve_and_a_budget_where_importing_torch_fails(
     ("arguments", "said"),
     [
         (["--synthetic", "castle"], "unknown graph 'castle': there are chain"),
-        (["--synthetic", "tower", "--roofline"], "--roofline is for models"),
+        (["--synthetic", "tower", "--roofline"], "--synthetic and --roofline contradict each other"),
         (["--synthetic", "tower", "--budget", "4 bananas"], "4 bananas"),
         (["--graph", "no/such/graph.json"], "No such file or directory"),
     ],

@@ -1,8 +1,12 @@
 """Tables of the results folder, made from rows."""
 
+import json
+
 import pytest
 
+from bench.__main__ import main
 from bench.results import save_rows
+from bench.synthetic import residual_tower
 from bench.tables import RESULTS, make_tables, markdown
 from planner.errors import FileFormatError
 
@@ -52,6 +56,36 @@ def test_a_table_of_plans_says_who_won_and_what_the_program_reached_alone(tmp_pa
     assert "| ilp | fits | 50.0% | 10.00% | 0.40% | 1.00 | 0.50 | polish | 12.00%, gap 2.00%, 2.5 CPU s |" in text
     assert "| 0.00% | 1.00 | 0.50 | mutwo | over budget, 0.5 CPU s |" in text
     assert "seeds=false" not in text
+
+
+def test_a_saved_step_has_its_figures_drawn_again(tmp_path):
+    (tmp_path / "tower").mkdir()
+    residual_tower(3).save(tmp_path / "tower" / "graph.json")
+    written = make_tables(tmp_path)
+    names = ["peak_breakdown.png", "memory.png", "largest_activations.png", "time_by_kind.png"]
+    assert [str(path.relative_to(tmp_path)) for path in written] == [f"tower/{name}" for name in names]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_a_curve_saved_by_pareto_becomes_a_page_and_its_figure(tmp_path):
+    rows = tmp_path / "pareto_tower.json"
+    options = ["--strategy", "keep_all,mutwo,ilp", "--budget", "100%,70%", "--out", str(tmp_path / "out")]
+    assert main(["pareto", "--synthetic", "tower", *options, "--json", str(rows)]) == 0
+    assert {"command", "versions", "machine", "commit"} <= set(json.loads(rows.read_text()))
+    page, figure = make_tables(tmp_path)
+    assert (page.name, figure.name) == ("pareto_tower.md", "pareto_tower.png")
+    text = page.read_text(encoding="utf-8")
+    assert "| budget | peak at most | keep_all | mutwo | ilp | least by ilp | gap | found by |" in text
+    assert "no plan at all runs in less than" in text
+    assert "(pareto_tower.png)" in text
+    assert figure.read_bytes() == (tmp_path / "out" / "pareto_tower_30.png").read_bytes()
+
+
+def test_rows_that_are_not_one_curve_are_refused_with_the_way_on(tmp_path):
+    rows = tmp_path / "pareto_two.json"
+    assert main(["pareto", "--synthetic", "tower", "--budget-for", "5%", "--json", str(rows)]) == 0
+    with pytest.raises(FileFormatError, match="without --budget-for"):
+        make_tables(tmp_path)
 
 
 def test_rows_without_a_known_table_are_refused_by_name(tmp_path):

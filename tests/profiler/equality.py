@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,29 +21,35 @@ def assert_captured_equals_eager(
     steps: int = 3,
     between: Callable[[int, Any, Any], None] | None = None,
     recaptures: int = 0,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
 ) -> TracedStep:
     """Make the same step twice, run one eagerly and one captured, and compare everything after each step.
 
     `between(step, model, optimizer)` runs after each step on both, as a training loop would. `recaptures` is
-    how often the step must be captured anew because it is no longer the captured one.
+    how often the step must be captured anew because it is no longer the captured one. Every step runs, and is
+    captured, inside `around()`; `options` are those of `capture`.
     """
     step, model, optimizer, batch = _seeded(make)
     batches = _batches(batch, steps)
     eager = []
     torch.manual_seed(1)
     for i, one in enumerate(batches):
-        result = step(model, optimizer, one)
+        with around():
+            result = step(model, optimizer, one)
         eager.append(_snapshot(result, model, optimizer))
         if between is not None:
             between(i, model, optimizer)
 
     step, model, optimizer, batch = _seeded(make)
-    traced = capture(step, model, optimizer, batch)
+    with around():
+        traced = capture(step, model, optimizer, batch, **options)
     torch.manual_seed(1)
     for i, one in enumerate(batches):
-        if traced.convention.check(one):
-            traced, recaptures = capture(step, model, optimizer, one), recaptures - 1
-        result = traced.run(one)
+        with around():
+            if traced.convention.check(one):
+                traced, recaptures = capture(step, model, optimizer, one, **options), recaptures - 1
+            result = traced.run(one)
         _assert_same(eager[i], _snapshot(result, model, optimizer), f"after step {i}")
         if between is not None:
             between(i, model, optimizer)

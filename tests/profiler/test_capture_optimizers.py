@@ -1,5 +1,6 @@
 """Every optimizer, inside the graph or opaque: the same bits as eager."""
 
+import numpy as np
 import pytest
 import torch
 from torch import optim
@@ -203,3 +204,99 @@ def test_lbfgs_is_refused():
     make = small.make(optimizer=lambda model: optim.LBFGS(model.parameters()))
     with pytest.raises(CaptureError, match="LBFGS"):
         capture(*make())
+
+
+# -- numbers that change --------------------------------------------------------------------------------------------
+
+
+def cycled(model):
+    """SGD under OneCycleLR as it comes, which also moves the momentum; a scheduler for each optimizer."""
+    optimizer = small.sgd(model)
+    SCHEDULERS[optimizer] = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+    return optimizer
+
+
+SCHEDULERS = {}
+
+
+def schedule(i, model, optimizer):
+    SCHEDULERS[optimizer].step()
+
+
+def test_outside_the_graph_an_optimizer_follows_a_schedule_of_momentum_without_a_new_capture():
+    momenta = set()
+
+    def between(i, model, optimizer):
+        momenta.add(optimizer.param_groups[0]["momentum"])
+        schedule(i, model, optimizer)
+
+    traced = assert_captured_equals_eager(
+        small.make(optimizer=cycled), steps=6, between=between, optimizer_outside=True
+    )
+    assert len(momenta) > 3
+    assert traced.opaque_reason == "it was asked to stay outside the graph"
+
+
+def test_inside_the_graph_a_schedule_of_momentum_is_captured_anew_at_every_step():
+    assert_captured_equals_eager(small.make(optimizer=cycled), steps=3, between=schedule, recaptures=2)
+
+
+@pytest.mark.parametrize("made", TRACED.values(), ids=TRACED)
+def test_an_optimizer_that_would_trace_equals_eager_outside_the_graph(made):
+    traced = assert_captured_equals_eager(_with(made), optimizer_outside=True)
+    assert any(op.target == "optimizer_step" for op in traced.graph.ops)
+
+
+def test_an_optimizer_outside_the_graph_has_no_early_updates():
+    with pytest.raises(CaptureError, match="it was asked to stay outside the graph"):
+        capture(*small.make()(), optimizer_outside=True, early_updates=True)
+
+
+def test_changed_numbers_are_told_apart_from_what_else_changed():
+    step, model, optimizer, batch = small.make()()
+    traced = capture(step, model, optimizer, batch)
+    guards = traced.convention.guards
+    model[3].p = 0.5
+    assert guards.changed_numbers(optimizer) == []
+    optimizer.param_groups[0]["momentum"] = 0.5
+    optimizer.param_groups[0]["lr"] = 0.5
+    said = ["'momentum' of optimizer group 0 was 0.9 and is 0.5"]
+    assert guards.changed_numbers(optimizer) == said
+    assert len(traced.convention.check(batch)) == 2
+    outside = capture(step, model, optimizer, batch, optimizer_outside=True)
+    optimizer.param_groups[0]["momentum"] = 0.1
+    assert outside.convention.guards.changed_numbers(optimizer) == []
+    del optimizer.param_groups[0]
+    assert guards.changed_numbers(optimizer) == []
+
+
+@pytest.mark.parametrize("rate", [np.float32(0.1), np.float64(0.1), np.float16(0.1)], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda p, lr: optim.SGD(p, lr=lr, momentum=0.9),
+        lambda p, lr: optim.SGD(p, lr=lr, foreach=False),
+        lambda p, lr: optim.SGD(p, lr=lr, momentum=0.9, fused=True),
+        lambda p, lr: optim.AdamW(p, lr=lr, fused=True),
+        lambda p, lr: optim.Adagrad(p, lr=lr, fused=True),
+    ],
+    ids=["sgd", "sgd one by one", "sgd fused", "adamw fused", "adagrad fused"],
+)
+def test_a_rate_that_is_a_number_of_numpy_is_one(kind, rate):
+    def warm_up(i, model, optimizer):
+        optimizer.param_groups[0]["lr"] = rate / (i + 2)
+
+    traced = assert_captured_equals_eager(_with(lambda p: kind(p, rate)), between=warm_up)
+    assert traced.opaque_reason == ""
+
+
+def test_a_rate_that_becomes_a_number_of_numpy_is_no_reason_to_capture_again():
+    def cool_down(i, model, optimizer):
+        optimizer.param_groups[0]["lr"] = np.float32(0.1 / (i + 1))
+
+    assert_captured_equals_eager(small.make(), between=cool_down)
+
+
+def test_an_array_for_a_rate_keeps_the_optimizer_outside_the_graph():
+    traced = assert_captured_equals_eager(_with(lambda p: optim.SGD(p, lr=np.array(0.1))))
+    assert traced.opaque_reason == "SGD has a ndarray for its learning rate"

@@ -5,13 +5,15 @@ import random
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import distributed, nn, optim
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn import functional as F  # noqa: N812
 
 from profiler.capture import capture
 from profiler.errors import CaptureError
 from tests.profiler import small
-from tests.profiler.equality import same_bits
+from tests.profiler.equality import assert_captured_equals_eager, same_bits
 
 
 def reads_the_loss(model, optimizer, batch):
@@ -308,3 +310,147 @@ def test_checkpointing_inside_the_model_is_refused_where_it_would_redraw_dropout
         else:
             assert capture(step, model, optimizer, torch.ones(2, 4)).graph.ops
         assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- wrappers that hide what happens ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def distributed_data_parallel(model, mesh):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def distributed_inside(model, mesh):
+    model[0] = nn.parallel.DistributedDataParallel(model[0])
+    return model
+
+
+def fully_sharded_data_parallel(model, mesh):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def fully_sharded(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def of_distributed_tensors(model, mesh):
+    return distribute_module(model, mesh)
+
+
+WRAPPED = {
+    distributed_data_parallel: "the model is of class DistributedDataParallel",
+    distributed_inside: "module 0 is of class DistributedDataParallel",
+    fully_sharded_data_parallel: "the model is of class FullyShardedDataParallel",
+    fully_sharded: "the model is of class FSDPModule",
+    of_distributed_tensors: "parameter 0.weight is of class DTensor",
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("wrap", WRAPPED, ids=lambda w: w.__name__)
+def test_a_model_that_communicates_is_refused(wrap, one_process):
+    model = wrap(small.mlp(), one_process)
+    with pytest.raises(CaptureError, match=f"{WRAPPED[wrap]}: communication .* pass the bare module"):
+        capture(small.step, model, small.sgd(model), small.data())
+
+
+def compiled_in_place(model):
+    model[4].compile()
+    return model
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_in_place])
+def test_a_compiled_model_is_refused(compiled):
+    model = compiled(small.mlp())
+    with pytest.raises(CaptureError, match="pass the uncompiled model"):
+        capture(small.step, model, small.sgd(model), small.data())
+
+
+def test_a_compiled_step_is_refused():
+    _, model, optimizer, batch = small.make()()
+    with pytest.raises(CaptureError, match="pass the uncompiled function"):
+        capture(torch.compile(small.step), model, optimizer, batch)
+
+
+# -- gradient scalers ---------------------------------------------------------------------------------------------
+
+
+def scaled(scaler):
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        scaler.scale(loss).backward()  # the offending line: scale
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return step
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """One with its own way to scale."""
+
+    def scale(self, outputs):
+        return super().scale(outputs)
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_gradient_scaler_is_refused_and_left_as_it_was(kind, used):
+    scaler = kind("cpu", init_scale=4.0)
+    _, model, optimizer, batch = small.make()()
+    if used:
+        scaled(scaler)(model, optimizer, batch)
+    before, methods = copy.deepcopy(vars(scaler)), dict(vars(kind))
+    with pytest.raises(
+        CaptureError, match=r"the offending line: scale\s+\w+ decides by the values .* bfloat16 autocast"
+    ):
+        capture(scaled(scaler), model, optimizer, batch)
+    assert vars(scaler) == before
+    assert dict(vars(kind)) == methods
+    scaled(scaler)(model, optimizer, batch)
+    assert scaler.get_scale() == 4.0
+
+
+def test_a_step_through_a_scaler_alone_is_refused():
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(model, optimizer, batch):
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        scaler.step(optimizer)  # the offending line: step
+
+    with pytest.raises(CaptureError, match="the offending line: step"):
+        capture(*small.make(step)())
+    assert not scaler._per_optimizer_states
+
+
+def test_a_disabled_scaler_passes_through():
+    assert_captured_equals_eager(small.make(scaled(torch.amp.GradScaler("cpu", enabled=False))))
+
+
+# -- sparse tensors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_batch_is_refused_whether_it_comes_first_or_later(sparse):
+    step, model, optimizer, (images, labels) = small.make()()
+    with pytest.raises(CaptureError, match=r"batch leaf 0 is torch.sparse_\w+, .* use .to_dense\(\)"):
+        capture(step, model, optimizer, (sparse(images), labels))
+    traced = capture(step, model, optimizer, (images, labels))
+    (said,) = traced.convention.check((sparse(images), labels))
+    assert "and is torch.float32[12, 6] torch.sparse_" in said
+
+
+def test_a_sparse_buffer_is_refused():
+    step, model, optimizer, batch = small.make()()
+    model.register_buffer("neighbours", torch.eye(3).to_sparse())
+    with pytest.raises(CaptureError, match=r"neighbours is torch\.sparse_coo"):
+        capture(step, model, optimizer, batch)

@@ -5,7 +5,7 @@ import torch
 
 from bench.synthetic import chain
 from planner.errors import BudgetError
-from rewriter.step import FRAGMENTATION, auto_budget
+from rewriter.budgets import FRAGMENTATION, auto_budget
 
 
 class FakeCuda:

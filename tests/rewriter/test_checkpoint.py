@@ -12,14 +12,16 @@ from torch import nn, optim
 from torch.nn import functional as F  # noqa: N812
 
 import rewriter.step
-from planner.errors import BudgetError, FileFormatError, NoPlan, StrategyError
+import strategies
+from planner.errors import BudgetError, FileFormatError, NoPlan, PlannerError, StrategyError
 from planner.explain import Choice
 from planner.plan import Plan
-from planner.solve import Status
+from planner.solve import Problem, Status, solve
 from profiler.errors import CaptureError
 from rewriter import CheckpointedStep, OverBudget, VerificationError, checkpoint
+from rewriter.apply import apply
 from tests.rewriter import tiny
-from tests.rewriter.side_by_side import assert_same, eager, history, measured_peak, seeded, snapshot, varied
+from tests.rewriter.side_by_side import assert_same, eager, history, measured, measured_peak, seeded, snapshot, varied
 
 plain = tiny.models.classify
 
@@ -82,10 +84,23 @@ def test_a_budget_that_is_none_is_refused(budget):
         planned(make(), budget)
 
 
-def test_an_unknown_strategy_is_refused_before_anything_is_captured(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"strategy": "no such"}, StrategyError, "there are keep_all, mutwo"),
+        ({"budget": "4 bananas"}, BudgetError, "give bytes"),
+        ({"budget": "auto"}, BudgetError, "the model is on cpu: say bytes or a share"),
+        ({"plan": "no/such/plan.json"}, FileFormatError, "there is no such plan"),
+        ({"time_limit_s": float("nan")}, PlannerError, "give the seconds"),
+        ({"time_limit_s": 0}, PlannerError, "give the seconds"),
+        ({"verify": -1}, PlannerError, "the number of steps"),
+        ({"most_shapes": 0}, PlannerError, "at least 1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_captured(options, kind, said, monkeypatch):
     monkeypatch.setattr(rewriter.step, "capture", None)
-    with pytest.raises(StrategyError, match="there are keep_all, mutwo"):
-        planned(make(), strategy="no such")
+    with pytest.raises(kind, match=said):
+        planned(make(), **options)
 
 
 def test_a_strategy_can_be_an_object():
@@ -123,7 +138,7 @@ def test_a_budget_that_no_plan_meets_says_what_would_and_changes_nothing():
         "opt_state",
         "gradients and others that cannot be dropped",
         "the tensors and workspace of op",
-        "What would help: a smaller batch",
+        "What would help: a smaller batch; free_gradients=True with early_updates=True",
     ):
         assert part in message
     assert_untouched(workload, before)
@@ -172,6 +187,22 @@ def test_a_smaller_budget_takes_less_memory_down_to_the_floor_and_never_more_tha
     assert len(peaks) >= 3
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.6 * peaks[0]
+
+
+@pytest.mark.parametrize("strategy", ["mutwo", "sqrtn", "ilp", "auto"])
+def test_along_a_grid_of_budgets_less_never_takes_more(strategy):
+    workload = make(batch_size=32)
+    traced = measured(workload)  # once: other times may make another plan the cheapest
+    unplanned, peaks = Problem(graph=traced.graph, budget_bytes=1).unplanned, []
+    for percent in range(100, 5, -6):
+        budget = unplanned.start_bytes + percent * unplanned.above_start_bytes // 100
+        solution = solve(Problem(graph=traced.graph, budget_bytes=budget), strategies.make(strategy))
+        if solution.status is not Status.FITS:
+            break
+        module = apply(traced, solution.schedule)
+        peaks.append(measured_peak(lambda m=module: traced.convention.call(m, workload[3]), workload))
+    assert len(peaks) >= 6
+    assert peaks == sorted(peaks, reverse=True)
 
 
 # -- the same numbers -------------------------------------------------------------------------------------------------
@@ -374,6 +405,29 @@ def test_a_changed_weight_decay_is_noticed_said_once_and_honoured():
         assert_loop_equals_eager(make, between=decay)
     assert len(said) == 1
     assert said[0].filename.endswith("side_by_side.py"), "it points at the caller's line"
+
+
+def test_a_schedule_of_momentum_ends_in_an_optimizer_that_runs_as_itself():
+    def cycled():
+        made = []
+
+        def between(i, model, optimizer):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the scheduler is made after the first step
+                if not made:
+                    made.append(optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20))
+                made[0].step()
+
+        return between
+
+    expected = eager(make(), steps=6, between=cycled())
+    workload = make()
+    step = planned(workload)
+    with pytest.warns(UserWarning, match="momentum") as said:
+        actual = history(step, workload, steps=6, between=cycled())
+    assert_same(expected, actual)
+    assert len(said) == 2, "twice, and then its numbers are its own"
+    assert "from now on the optimizer runs as itself" in str(said[1].message)
 
 
 def test_a_new_parameter_group_is_noticed_said_and_honoured():

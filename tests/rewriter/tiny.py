@@ -17,7 +17,7 @@ BERT = {
 }  # fmt: skip
 GPT2 = {
     "vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 1,
-    "eos_token_id": 2, "loss_type": "ForCausalLM",
+    "eos_token_id": 2,
 }  # fmt: skip
 
 

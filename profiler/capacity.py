@@ -1,0 +1,60 @@
+"""How much memory a device can still give, and whether a failure means that it gave out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# How the CPU's allocator says it; it raises a plain RuntimeError.
+_CPU_WORDS = ("can't allocate memory", "not enough memory")
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, on the CPU or on a GPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+
+
+def available_bytes(device: torch.device, api: Any = torch.cuda, *, root: Path = Path("/")) -> int:
+    """What can still be allocated there: on a GPU free and cached memory, on the CPU what the system would give.
+
+    `api` is torch.cuda, or a stand-in of it in tests; `root` is where the system's files are.
+    """
+    if device.type == "cuda":
+        free, _ = api.mem_get_info(device)
+        return int(free + api.memory_reserved(device) - api.memory_allocated(device))
+    found = (_system_bytes(root), _group_bytes(root))
+    return min((n for n in found if n is not None), default=_physical_bytes())
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _system_bytes(root: Path) -> int | None:
+    """Linux's own estimate of what can be had without swapping."""
+    file = root / "proc/meminfo"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _group_bytes(root: Path) -> int | None:
+    """What the limit of a container leaves; None without a limit."""
+    group = root / "sys/fs/cgroup"
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        most, now = (_number(group / name) for name in (limit, used))
+        if most is not None and now is not None:
+            return max(0, most - now)
+    return None
+
+
+def _number(file: Path) -> int | None:
+    text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,162 @@
+"""A step that does not fit as it is: measured under a provisional plan, planned, and equal to eager all the same."""
+
+import warnings
+
+import pytest
+import torch
+
+import rewriter.measuring
+from planner.errors import PlannerError
+from planner.schedule import lower
+from planner.simulator import simulate
+from planner.solve import Status
+from profiler.capture import capture
+from profiler.measure import measure
+from rewriter import OverBudget, checkpoint
+from rewriter.measuring import needed_bytes, provisional_schedules
+from tests.rewriter import tiny
+from tests.rewriter.side_by_side import assert_same, eager, history, measured_peak, seeded, snapshot
+
+
+def make():
+    return seeded(tiny.with_step(tiny.models.classify))
+
+
+def planned(workload, budget="60%", **options):
+    return checkpoint(*workload, budget=budget, strategy="mutwo", show_progress=False, **options)
+
+
+def limit_of(traced, share):
+    peak = simulate(traced.graph, lower(traced.graph, rewriter.measuring.Plan())).above_start_bytes
+    return traced.graph.start_bytes + int(share * peak)
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """A machine with no memory left to speak of."""
+    monkeypatch.setattr(rewriter.measuring, "available_bytes", lambda device: 1000)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The schedules that were measured; those wanted to fail run out of memory, as a GPU would."""
+    seen, failing = [], []
+
+    def measured(traced, batch, *, schedule, show_progress):
+        seen.append(schedule)
+        if len(seen) <= len(failing):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return measure(traced, batch, schedule=schedule, show_progress=show_progress)
+
+    monkeypatch.setattr(rewriter.measuring, "measure", measured)
+    return seen, failing
+
+
+def test_what_is_measured_under_a_plan_is_what_is_measured_without():
+    workload = make()
+    traced = capture(*workload)
+    schedule = next(provisional_schedules(traced, limit_of(traced, 0.6)))
+    assert simulate(traced.graph, schedule).reruns > 0
+    without = measure(traced, workload[3], show_progress=False).graph
+    under = measure(traced, workload[3], schedule=schedule, show_progress=False).graph
+    assert [s.nbytes for s in under.storages] == [s.nbytes for s in without.storages]
+    assert [(op.name, op.workspace_bytes) for op in under.ops] == [(op.name, op.workspace_bytes) for op in without.ops]
+    assert all(op.time_us > 0 for op in under.ops)
+    assert under.fingerprint == without.fingerprint
+
+
+def test_measuring_under_a_plan_keeps_within_it_and_changes_nothing():
+    workload = make()
+    traced = capture(*workload)
+    schedule = next(provisional_schedules(traced, limit_of(traced, 0.6)))
+    before = snapshot(None, workload[1], workload[2])
+    stats = measure(traced, workload[3], schedule=schedule, show_progress=False).stats
+    unplanned = measure(traced, workload[3], show_progress=False).stats
+    assert max(s.peak_bytes for s in stats) < 0.8 * max(s.peak_bytes for s in unplanned)
+    assert_same([before], [snapshot(None, workload[1], workload[2])])
+
+
+@pytest.mark.usefixtures("little")
+def test_a_step_that_does_not_fit_as_it_is_is_planned_under_its_budget_and_equals_eager():
+    expected = eager(make(), steps=5)
+    workload = make()
+    with pytest.warns(UserWarning, match="can be had on cpu: its ops are measured under a provisional plan"):
+        step = planned(workload)
+    assert step.solution.status is Status.FITS
+    problem = step.solution.problem
+    peak = problem.graph.start_bytes + measured_peak(lambda: step(workload[3]), workload)
+    assert peak <= problem.budget_bytes
+    assert_same(expected, history(step, workload, steps=5))
+
+
+def test_running_out_of_memory_unplanned_leads_to_a_provisional_plan(tried):
+    seen, failing = tried
+    failing.append("unplanned")
+    with pytest.warns(UserWarning, match="provisional plan"):
+        step = planned(make())
+    assert seen[0] is None
+    assert len(seen) == 2
+    assert simulate(step.solution.problem.graph, seen[1]).reruns > 0
+
+
+def test_running_out_of_memory_under_a_plan_leads_to_a_smaller_one(tried):
+    seen, failing = tried
+    failing += ["unplanned", "first plan"]
+    workload = make()
+    with pytest.warns(UserWarning, match="provisional plan"):
+        planned(workload, "80%")
+    graph = capture(*workload).graph
+    first, second = (simulate(graph, schedule).peak_bytes for schedule in seen[1:])
+    assert second < first
+
+
+def test_running_out_of_memory_always_is_over_budget_and_changes_nothing(tried):
+    _, failing = tried
+    failing += ["always"] * 10
+    workload = make()
+    before = snapshot(None, workload[1], workload[2])
+    with (
+        pytest.warns(UserWarning, match="provisional plan"),
+        pytest.raises(OverBudget, match=r"out of memory on cpu while measuring .* a smaller batch or a smaller budget"),
+    ):
+        planned(workload, "80%")
+    assert_same([before], [snapshot(None, workload[1], workload[2])])
+
+
+@pytest.mark.usefixtures("little")
+def test_a_budget_below_all_tensors_is_over_budget_with_the_floor():
+    with (
+        pytest.warns(UserWarning, match="provisional plan"),
+        pytest.raises(OverBudget, match=r"no plan fits .* No plan at all can go under .* of op"),
+    ):
+        planned(make(), "2%")
+
+
+@pytest.mark.usefixtures("little")
+def test_verifying_is_refused_where_eager_would_not_fit():
+    with (
+        pytest.warns(UserWarning, match="provisional plan"),
+        pytest.raises(PlannerError, match="your own does not fit in memory: verify on a smaller batch"),
+    ):
+        planned(make(), verify=True)
+
+
+def test_any_other_failure_while_measuring_stays_what_it_is(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(rewriter.measuring, "measure", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        planned(make())
+
+
+def test_what_measuring_needs_counts_the_copies_on_the_cpu_only():
+    graph = capture(*make()).graph
+    on_cpu, on_gpu = (needed_bytes(graph, torch.device(name)) for name in ("cpu", "cuda"))
+    assert on_cpu - on_gpu == graph.start_bytes
+
+
+def test_where_the_step_fits_nothing_is_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(make()).solution.status is Status.FITS
