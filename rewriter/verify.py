@@ -150,9 +150,11 @@ def observe(
     without = [p for p in model.parameters() if p.grad is None]
     with state_kept(model, optimizer, generators=generators, tensors=tensors):
         for i in range(steps - 1):
+            torch.clear_autocast_cache()  # inside one `with autocast`, eager would go on with the casts of old weights
             _take(seen, i, step(batch), model)
             _clear(without)
         _clear(unread_gradients)
+        torch.clear_autocast_cache()
         peak = peak_above_start(meter_for(device), lambda: returned.append(step(batch)))
         _take(seen, steps - 1, returned.pop(), model)
         for kind, name, tensor in _state(model, optimizer):

@@ -122,6 +122,11 @@ def test_hooks_see_gradients_that_add_up_from_step_to_step(put):
     assert_captured_equals_eager(small.make(never_clears, model=hooked(put)), recaptures=1)
 
 
+@pytest.mark.parametrize("put", [clamps_all, scales_what_was_accumulated], ids=lambda put: put.__name__)
+def test_hooks_come_before_early_updates(put):
+    assert_captured_equals_eager(small.make(model=hooked(put)), early_updates=True)
+
+
 def test_a_hook_on_a_tied_parameter_runs_on_the_sum_of_its_gradients():
     def tied():
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4))

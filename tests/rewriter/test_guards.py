@@ -195,6 +195,12 @@ def test_a_step_planned_and_called_inside_autocast_equals_eager_inside_it(optimi
     assert_same(expected, history(inside(step), workload, steps=3))
 
 
+def test_a_step_is_proven_inside_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = planned(make(), "75%", verify=3)
+    assert step.verification.exact
+
+
 def test_a_step_planned_outside_autocast_and_called_inside_is_said_and_honoured():
     own, workload = make(), make()
     step = planned(workload, "80%")
