@@ -12,6 +12,7 @@ from planner.floor import Floor, floor
 from planner.ir import Graph, Role
 from planner.solve import Solution
 from planner.units import human_bytes, read_budget
+from profiler.capacity import available_bytes
 
 AUTO = "auto"
 
@@ -40,9 +41,8 @@ def auto_budget(graph: Graph, device: torch.device, api: Any) -> int:
     `api` is torch.cuda, or a stand-in of it in tests.
     """
     check_budget(AUTO, device)
-    free, total = api.mem_get_info(device)
-    cached = api.memory_reserved(device) - api.memory_allocated(device)
-    return int(graph.start_bytes + free + cached - FRAGMENTATION * total)
+    _, total = api.mem_get_info(device)
+    return int(graph.start_bytes + available_bytes(device, api) - FRAGMENTATION * total)
 
 
 def margin_bytes(graph: Graph, limit_bytes: int) -> int:
