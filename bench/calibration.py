@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import figures
+from bench import figures_estimates
 from bench.report import console, print_table, stage
 from bench.results import command_line, save_rows
 from bench.workloads import WorkloadSpec
@@ -202,11 +202,11 @@ def draw_points(path: Path, rows: Sequence[dict[str, Any]]) -> list[Path]:
     if not rows or any("points" not in row for row in rows):
         return []
     title = f"Op times {rows[0]['times'][0]}, against those measured on it"
-    figures.draw_estimates(path, [panel(row) for row in rows], title=title)
+    figures_estimates.draw_estimates(path, [panel(row) for row in rows], title=title)
     return [path]
 
 
-def panel(row: dict[str, Any]) -> figures.Estimates:
+def panel(row: dict[str, Any]) -> figures_estimates.Estimates:
     """One model's part of the figure."""
     shown = (
         (group, estimated_us, measured_us)
@@ -214,7 +214,7 @@ def panel(row: dict[str, Any]) -> figures.Estimates:
         for estimated_us, measured_us in zip(columns["estimated_us"], columns["measured_us"], strict=True)
     )
     ratio = row["estimated_us"] / row["measured_us"]
-    return figures.Estimates(title=f"{row['model']}: estimated {ratio:.2f}x measured", points=tuple(shown))
+    return figures_estimates.Estimates(title=f"{row['model']}: estimated {ratio:.2f}x measured", points=tuple(shown))
 
 
 # -- plans made from either -------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import strategies
-from bench import figures
-from bench.pages import write_plan
+from bench.pages import write_planned
 from bench.peers import peer_rows, print_peers
 from bench.report import console, print_table
-from bench.results import command_line, save_rows
+from bench.results import command_line, save_rows, slug
 from bench.run import RUN_COLUMNS, Comparison, run_cells, run_comparison
 from bench.workloads import WorkloadSpec
 from planner.solve import Status
@@ -86,23 +85,12 @@ def remarks(found: Comparison) -> list[str]:
 
 def _draw(out: Path, found: Comparison, budgets: Sequence[str]) -> list[Path]:
     """Per budget: memory over time of the first three that fit, and the plan of the best as a figure and as text."""
-    graph, paths = found.measured.graph, list[Path]()
+    paths = list[Path]()
     for budget in budgets:
         pairs = zip(found.rows, found.solutions, strict=True)
-        fitting = [(row, s) for row, s in pairs if row.budget == budget and s.status is Status.FITS]
-        if not fitting:
-            continue
-        curves = [figures.unplanned_curve(graph)]
-        for row, solution in fitting[:3]:
-            assert solution.schedule is not None
-            assert solution.timeline is not None
-            curves.append(figures.curve(graph, solution.schedule, solution.timeline, label=row.strategy))
-        suffix = budget.replace("%", "pct").replace(" ", "")
-        path = out / f"memory_{suffix}.png"
-        title = f"{graph.name}: memory over one step, with and without recomputation (bars below: recomputing)"
-        figures.draw_memory(path, curves, title=title, budget_bytes=fitting[0][1].problem.budget_bytes)
-        best = min(fitting, key=lambda pair: pair[1].overhead or 0.0)[1]
-        paths += [path, *write_plan(out, best, suffix=f"_{suffix}")]
+        fitting = [(r.strategy, s) for r, s in pairs if r.budget == budget and s.status is Status.FITS]
+        if fitting:
+            paths += write_planned(out, fitting, suffix=f"_{slug(budget)}")
     return paths
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.figures import ROLE_NAMES, draw_throughput
+from bench.figures import ROLE_NAMES
+from bench.figures_batches import draw_throughput
 from bench.fit import FitReport, GpuRow, Largest, Option, Tell, fit
 from bench.models import Workload
 from bench.report import console, print_table

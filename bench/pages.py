@@ -37,6 +37,21 @@ def write_graph(out: Path, solution: Solution) -> list[Path]:
     return [*(out / name for name in texts), *write_plan(out, solution)]
 
 
+def write_planned(out: Path, fitting: Sequence[tuple[str, Solution]], *, suffix: str) -> list[Path]:
+    """Memory over time of the step as it is and under up to three named plans, and the cheapest plan of all."""
+    problem = fitting[0][1].problem
+    curves = [figures.unplanned_curve(problem.graph)]
+    for name, solution in fitting[:3]:
+        assert solution.schedule is not None
+        assert solution.timeline is not None
+        curves.append(figures.curve(problem.graph, solution.schedule, solution.timeline, label=name))
+    path = out / f"memory{suffix}.png"
+    title = f"{problem.graph.name}: memory over one step, with and without recomputation (bars below: recomputing)"
+    figures.draw_memory(path, curves, title=title, budget_bytes=problem.budget_bytes)
+    best = min((solution for _, solution in fitting), key=lambda solution: solution.overhead or 0.0)
+    return [path, *write_plan(out, best, suffix=suffix)]
+
+
 def write_plan(out: Path, solution: Solution, *, suffix: str = "") -> list[Path]:
     """plan.png, the life-lines of the largest activations, and plan.txt, those of all."""
     graph, schedule, timeline = solution.problem.graph, solution.schedule, solution.timeline

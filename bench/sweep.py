@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import strategies
-from bench import figures
+from bench import figures_batches
 from bench.exhaustion import OutOfMemory, guarded
 from bench.report import console, print_table, stage
 from bench.results import command_line, resumed_rows, save_rows, slug
@@ -68,7 +68,7 @@ def run_sweep(
 def draw_sweep(file: Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[Path]:
     """Peak and latency against the batch size, beside the file that holds the rows."""
     written = []
-    for name, draw in (("peak", figures.draw_batch_peaks), ("latency", figures.draw_batch_latency)):
+    for name, draw in (("peak", figures_batches.draw_batch_peaks), ("latency", figures_batches.draw_batch_latency)):
         path = file.with_name(f"{file.stem.replace('sweep', name)}.png")
         draw(path, rows, title=_title(settings, name))
         written.append(path)

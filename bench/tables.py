@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.results import slug
 from planner.errors import FileFormatError
 from planner.ir import Graph
+from planner.solve import Status
 
 RESULTS = Path(__file__).parent / "results"
 ALONE = "ilp:seeds=false"
@@ -22,7 +24,7 @@ Drawer = Callable[[Path, dict[str, Any]], list[Path]]
 def make_tables(folder: Path = RESULTS) -> list[Path]:
     """Write KIND_NAME.md, and figures where the kind has any, for every KIND_NAME.json in `folder`.
 
-    A folder in it with a graph.json, as `profile` leaves them, gets the figures of that step again.
+    A folder in it with a graph.json, as `profile` leaves them, gets the figures of that step and of a plan for it.
     """
     written: list[Path] = []
     for source in sorted(folder.glob("*.json")):
@@ -44,7 +46,22 @@ def make_tables(folder: Path = RESULTS) -> list[Path]:
 def _draw_steps(folder: Path) -> list[Path]:
     from bench.profiling import draw_step
 
-    return [path for file in sorted(folder.glob("*/graph.json")) for path in draw_step(file.parent, Graph.load(file))]
+    written: list[Path] = []
+    for file in sorted(folder.glob("*/graph.json")):
+        graph = Graph.load(file)
+        written += [*draw_step(file.parent, graph), *_draw_planned(file.parent, graph)]
+    return written
+
+
+def _draw_planned(out: Path, graph: Graph, strategy: str = "mutwo", budget: str = "50%") -> list[Path]:
+    """Before and after on one axis, and the plan; none where the budget cannot be met."""
+    from bench.pages import write_planned
+    from bench.planning import compare_graph
+
+    (row,) = compare_graph(graph, [strategy], [budget], time_limit_s=10.0)
+    if row.solution.status is not Status.FITS:
+        return []
+    return write_planned(out, [(f"{strategy}, {budget}", row.solution)], suffix=f"_{strategy}_{slug(budget)}")
 
 
 def _makers() -> dict[str, Table]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,16 @@ def available_bytes(device: torch.device, api: Any = torch.cuda, *, root: Path =
     if device.type == "cuda":
         free, _ = api.mem_get_info(device)
         return int(free + api.memory_reserved(device) - api.memory_allocated(device))
+    _return_freed()
     found = (_system_bytes(root), _group_bytes(root))
     return min((n for n in found if n is not None), default=_physical_bytes())
+
+
+def _return_freed() -> None:
+    """Give the system what glibc keeps of freed memory: gigabytes after a large step, which would count as taken."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _physical_bytes() -> int:
@@ -43,16 +53,22 @@ def _system_bytes(root: Path) -> int | None:
 
 
 def _group_bytes(root: Path) -> int | None:
-    """What the limit of a container leaves; None without a limit."""
+    """What the limit of a container leaves, cached files that it can let go included; None without a limit."""
     group = root / "sys/fs/cgroup"
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
     ):
         most, now = (_number(group / name) for name in (limit, used))
         if most is not None and now is not None:
-            return max(0, most - now)
+            return max(0, most - now + _entry((group / limit).with_name("memory.stat"), cached))
     return None
+
+
+def _entry(file: Path, name: str) -> int:
+    """A number of a file of names and numbers; 0 where it is not there."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def _number(file: Path) -> int | None:

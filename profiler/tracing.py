@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.node import map_aggregate
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -32,11 +28,12 @@ from profiler.convention import (
     StateSlot,
 )
 from profiler.errors import CaptureError, explain
-from profiler.fake import fake_mode_of
 from profiler.guards import PLAIN, Autocast, Guards, ModuleGuard, TensorGuard, TensorSpec, Values, held_values, hooks_of
 from profiler.ops import is_random, memory_of
-from profiler.optimizers import OpaqueStep, make_lazy_state, refusing_scalers, refusing_schedulers, why_opaque
+from profiler.optimizers import OpaqueStep, refusing_scalers, refusing_schedulers, why_opaque
 from profiler.origins import GRADIENT_OF, Stamper
+from profiler.rates import make_rates_live, stand_in_rate
+from profiler.stand_ins import StandIns
 from profiler.swapping import (
     Redirect,
     WatchedGroup,
@@ -125,113 +122,17 @@ class _Session:
         self.optimizer = optimizer
         self.opaque_reason = opaque_reason
         self.stamper = Stamper(model)
-        self.params = {id(p): ParamSlot(**_owner(model, n)) for n, p in model.named_parameters()}
-        self.buffers = {id(b): BufferSlot(**_owner(model, n)) for n, b in model.named_buffers()}
-        self.batch_leaves, self.batch_tree = pytree.tree_flatten(batch)
-        self.mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-        self.inputs: dict[InputSlot, Tensor] = {}  # stand-ins, in the order of the placeholders
-        self.args: dict[InputSlot, Tensor] = {}  # the same as the tracer hands them to the step
-        self.lazy: dict[InputSlot, None] = {}  # stand-ins of what is not there yet
-        self.absent: set[ParamSlot] = set()  # whose `.grad` must be None when the step begins
+        self.stand_ins = StandIns(model, optimizer, batch, probing=probing)
+        self.args: dict[InputSlot, Tensor] = {}  # the stand-ins as the tracer hands them to the step
         self.stepped_groups: set[int] = set()
         self.outside_reads: set[tuple[int, str]] = set()
         self.values: tuple[Values, ...] = ()  # plain values that the step may have read, and did not change
-        self._check_batch()
-        self._check_layouts()
-        self._make_inputs(probing)
-
-    # -- inputs -------------------------------------------------------------------------------------------
-
-    def _check_batch(self) -> None:
-        for leaf in self.batch_leaves:
-            if not isinstance(leaf, (Tensor, *PLAIN)):
-                raise CaptureError(
-                    f"the batch holds a {type(leaf).__name__}, whose tensors cannot be seen: pass tensors in "
-                    "tuples, lists or dicts (`dict(batch)`)"
-                )
-
-    def _check_layouts(self) -> None:
-        named = {slot.name: slot.tensor() for slot in self._named()}
-        given = {f"batch leaf {i}": leaf for i, leaf in enumerate(self.batch_leaves) if isinstance(leaf, Tensor)}
-        for name, tensor in (named | given).items():
-            if tensor.layout != torch.strided:
-                raise CaptureError(f"{name} is {tensor.layout}, and a graph follows dense memory only: use .to_dense()")
-
-    def _make_inputs(self, probing: bool) -> None:
-        for slot in self._named():
-            self.inputs[slot] = self._stand_in(slot.tensor())
-        self._make_state_inputs()
-        for param in self.params.values():
-            self._make_grad_input(param, probing)
-        for i, leaf in enumerate(self.batch_leaves):
-            if isinstance(leaf, Tensor):
-                self.inputs[BatchSlot(leaf=i)] = self._stand_in(leaf)
-
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        """A fake of its own for each input, also where one tensor is passed twice; memory stays shared."""
-        fake = self.mode.from_tensor(tensor)
-        if any(fake is other for other in self.inputs.values()):
-            with self.mode:
-                return fake.detach()
-        return fake
-
-    def _make_state_inputs(self) -> None:
-        """Stand-ins for the state there is, and for what the optimizer's first step would make."""
-        grouped = self._grouped()
-        fakes = {slot: self.inputs[slot] for _, slot in grouped}
-        states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for p, slot in grouped:
-            for key, value in self.optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    self.inputs[StateSlot(param=slot, key=key)] = self._stand_in(value)
-                states[fakes[slot]][key] = self.inputs.get(StateSlot(param=slot, key=key), value)
-        groups = [
-            {**g, "params": [fakes[self.params[id(p)]] for p in g["params"]]} for g in self.optimizer.param_groups
-        ]
-        with preserved(self.model, self.optimizer), self.mode:
-            self.optimizer.param_groups, self.optimizer.state = groups, states
-            make_lazy_state(self.optimizer, [fake for fake in fakes.values() if fake.requires_grad])
-        for slot, fake in fakes.items():
-            for key, value in states[fake].items():
-                state = StateSlot(param=slot, key=key)
-                if isinstance(value, Tensor) and state not in self.inputs:
-                    self.inputs[state] = value
-                    self.lazy[state] = None
-
-    def _make_grad_input(self, param: ParamSlot, probing: bool) -> None:
-        live, slot = param.tensor(), GradSlot(param=param)
-        if live.grad is not None:
-            self.inputs[slot] = self._stand_in(live.grad)
-        elif live.requires_grad and probing:
-            # A probe: whether the step clears a `.grad` before reading it shows only where there is one.
-            with self.mode:
-                self.inputs[slot] = torch.empty_like(self.inputs[param], requires_grad=False)
-            self.lazy[slot] = None
-        elif live.requires_grad:
-            self.absent.add(param)
-
-    def _named(self) -> list[ParamSlot | BufferSlot]:
-        return [*self.params.values(), *self.buffers.values()]
-
-    def _grouped(self) -> list[tuple[Tensor, ParamSlot]]:
-        """The optimizer's parameters, group after group."""
-        pairs = []
-        for i, group in enumerate(self.optimizer.param_groups):
-            for p in group["params"]:
-                if id(p) not in self.params:
-                    raise CaptureError(
-                        f"optimizer group {i} holds a parameter of shape {tuple(p.shape)} that is not the "
-                        "model's: make it part of the model; where the model was given new parameters, make the "
-                        "optimizer anew"
-                    )
-                pairs.append((p, self.params[id(p)]))
-        return pairs
 
     # -- the trace ----------------------------------------------------------------------------------------
 
     def trace(self, train_step: TrainStep) -> Trace:
         """Trace; the user's objects are as before when this returns or raises."""
-        slots = list(self.inputs)
+        slots = list(self.stand_ins.inputs)
         outcomes: list[_Outcome] = []
 
         def flat(*args: Tensor) -> list[Tensor]:
@@ -242,7 +143,9 @@ class _Session:
         with preserved(self.model, self.optimizer):
             generators = python_generators()
             try:
-                module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*self.inputs.values())
+                module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                    *self.stand_ins.inputs.values()
+                )
             except (_ProbesReadError, _UntraceableOptimizerError):
                 raise
             except Exception as error:
@@ -278,7 +181,7 @@ class _Session:
             stack.enter_context(shapeless_kernels())
             if self.kernels is not None:
                 stack.enter_context(self.kernels)
-            live = self.params | self.buffers
+            live = self.stand_ins.params | self.stand_ins.buffers
             stack.enter_context(Redirect({key: self.args[slot] for key, slot in live.items()}))
             training = [(module, module.training) for module in self.model.modules()]
             values, resets = held_values(self.model, train_step), list[int]()
@@ -303,12 +206,12 @@ class _Session:
         )
 
     def _batch(self) -> Any:
-        leaves = [self.args.get(BatchSlot(leaf=i), leaf) for i, leaf in enumerate(self.batch_leaves)]
-        return pytree.tree_unflatten(leaves, self.batch_tree)
+        leaves = [self.args.get(BatchSlot(leaf=i), leaf) for i, leaf in enumerate(self.stand_ins.batch_leaves)]
+        return pytree.tree_unflatten(leaves, self.stand_ins.batch_tree)
 
     def _hook_in(self, stack: ExitStack) -> None:
         """The parameters' own hooks onto their stand-ins: what they do to gradients becomes part of the graph."""
-        for slot in self._named():
+        for slot in self.stand_ins.named():
             live, stand_in = slot.tensor(), self.args[slot]
             if not live.requires_grad:
                 continue  # hooks from before it was frozen: they never run
@@ -324,13 +227,13 @@ class _Session:
         stack.enter_context(_reparametrize_module(self.model, named, tie_weights=True))
         refresh_recurrent_layers(self.model)
         optimizer, states = self.optimizer, defaultdict[Tensor, dict[str, Any]](dict)
-        for p, param in self._grouped():
+        for p, param in self.stand_ins.grouped():
             numbers = {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
             if numbers:
                 states[self.args[param]].update(numbers)
         groups = []
         for i, group in enumerate(optimizer.param_groups):
-            params = [self.args[self.params[id(p)]] for p in group["params"]]
+            params = [self.args[self.stand_ins.params[id(p)]] for p in group["params"]]
             groups.append(WatchedGroup({**group, "params": params}, i, self.outside_reads))
         for slot, tensor in self.args.items():
             if isinstance(slot, StateSlot):
@@ -338,7 +241,7 @@ class _Session:
             if isinstance(slot, GradSlot):
                 self.args[slot.param].grad = tensor
         self.group_numbers = [_numbers(group) for group in groups]
-        self.by_stand_in = {id(self.args[slot]): slot for slot in self.params.values()}
+        self.by_stand_in = {id(self.args[slot]): slot for slot in self.stand_ins.params.values()}
         optimizer.param_groups, optimizer.state = groups, states  # type: ignore[assignment]
         optimizer.step = self._step  # type: ignore[method-assign, assignment]
 
@@ -355,13 +258,13 @@ class _Session:
 
     def _remove_probes(self) -> None:
         """The step reaches a `.grad` that it has not cleared: from here on it is what eager has."""
-        for slot in self.lazy:
+        for slot in self.stand_ins.lazy:
             if isinstance(slot, GradSlot) and self.args[slot.param].grad is self.args[slot]:
                 self.args[slot.param].grad = None
-                self.absent.add(slot.param)
+                self.stand_ins.absent.add(slot.param)
 
     def _note_gradients(self) -> None:
-        for param in self.params.values():
+        for param in self.stand_ins.params.values():
             grad = self.args[param].grad
             if grad is not None and grad is not self.args.get(GradSlot(param=param)):
                 self._note_gradient(param, grad)
@@ -369,7 +272,7 @@ class _Session:
     def _note_returned(self, inputs: Any, gradients: Any) -> None:
         inputs = [inputs] if isinstance(inputs, Tensor) else inputs
         for tensor, gradient in zip(inputs, gradients, strict=False):
-            slot = self.by_stand_in.get(id(tensor)) or self.params.get(id(tensor))
+            slot = self.by_stand_in.get(id(tensor)) or self.stand_ins.params.get(id(tensor))
             if slot is not None and gradient is not None:
                 self._note_gradient(slot, gradient)
 
@@ -400,7 +303,7 @@ class _Session:
         try:
             for i, group in enumerate(groups):
                 group.watching = False
-                group["lr"] = _stand_in_rate(i)
+                group["lr"] = stand_in_rate(i)
             type(self.optimizer).step(self.optimizer)
         except Exception as error:
             raise _UntraceableOptimizerError(f"{type(error).__name__}: {error}") from error
@@ -436,7 +339,7 @@ class _Session:
         leaves, tree = pytree.tree_flatten(result)
         outputs = self._returned(leaves)
         cleared, overwritten = [], []
-        for param in self.params.values():
+        for param in self.stand_ins.params.values():
             grad, incoming = self.args[param].grad, self.args.get(GradSlot(param=param))
             if grad is not None and grad is not incoming:
                 outputs[GradSlot(param=param)] = grad
@@ -473,14 +376,14 @@ class _Session:
     def _rebound_buffers(self) -> dict[OutputSlot, Tensor]:
         """Buffers that the step replaced by new tensors (`self.mean = ...`): outputs, put back at each call."""
         rebound: dict[OutputSlot, Tensor] = {}
-        for buffer in self.buffers.values():
+        for buffer in self.stand_ins.buffers.values():
             now = buffer.owner._buffers.get(buffer.key)
             if now is not None and now is not self.args[buffer]:
                 rebound[buffer] = now
         return rebound
 
     def _check_left_behind(self) -> None:
-        for param in self.params.values():
+        for param in self.stand_ins.params.values():
             if param.owner._parameters.get(param.key) is not self.args[param]:
                 raise CaptureError(f"the step puts another tensor in place of parameter {param.name}")
         for slot, tensor in self.args.items():
@@ -498,42 +401,22 @@ class _Session:
     def _keep_used_inputs(self, module: fx.GraphModule, slots: list[InputSlot]) -> list[InputSlot]:
         kept: list[InputSlot] = []
         for slot, node in zip(slots, module.graph.find_nodes(op="placeholder"), strict=True):
-            if not node.users and (isinstance(slot, GradSlot) or slot in self.lazy):
+            if not node.users and (isinstance(slot, GradSlot) or slot in self.stand_ins.lazy):
                 module.graph.erase_node(node)
-            elif isinstance(slot, GradSlot) and slot in self.lazy:
+            elif isinstance(slot, GradSlot) and slot in self.stand_ins.lazy:
                 raise _ProbesReadError
             else:
                 kept.append(slot)
         return kept
 
-    def _make_rates_live(self, module: fx.GraphModule) -> list[InputSlot]:
-        """Replace the stand-in learning rates in the graph by inputs that are read at each call."""
+    def _make_rates_live(self, module: fx.GraphModule) -> list[RateSlot]:
         if self.opaque_reason:
             return []
-        wanted = {
-            sign * _stand_in_rate(i): RateSlot(group=i, negated=sign < 0)
-            for i in self.stepped_groups
-            for sign in (1.0, -1.0)
-        }
-        found: dict[InputSlot, fx.Node] = {}
-        last = module.graph.find_nodes(op="placeholder")[-1]
-
-        def live(value: Any) -> Any:
-            if type(value) is not float or value not in wanted:
-                return value
-            slot = wanted[value]
-            if slot not in found:
-                with module.graph.inserting_after([last, *found.values()][-1]):
-                    found[slot] = module.graph.placeholder(f"rate_{len(found)}")
-            return found[slot]
-
-        for node in list(module.graph.nodes):
-            if node.op == "call_function":
-                node.args, node.kwargs = map_aggregate(node.args, live), map_aggregate(node.kwargs, live)
-        hidden = self.stepped_groups - {slot.group for slot in found if isinstance(slot, RateSlot)}
+        rates = make_rates_live(module.graph, self.stepped_groups)
+        hidden = self.stepped_groups - {slot.group for slot in rates}
         if hidden:
             raise _UntraceableOptimizerError(f"the learning rate of groups {sorted(hidden)} is hidden")
-        return list(found)
+        return rates
 
     def _convention(self, slots: tuple[InputSlot, ...], outcome: _Outcome) -> Convention:
         read = {slot.param for slot in slots if isinstance(slot, GradSlot)}
@@ -555,30 +438,22 @@ class _Session:
         if not self.opaque_reason:
             baked |= {(i, key) for i, group in enumerate(groups) for key in _numbers(group) if key != "lr"}
         return Guards(
-            batch_tree=self.batch_tree,
-            batch_leaves=tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in self.batch_leaves),
+            batch_tree=self.stand_ins.batch_tree,
+            batch_leaves=tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in self.stand_ins.batch_leaves),
             surroundings=(
                 *(ModuleGuard.of(path, module) for path, module in self.model.named_modules()),
                 *self.values,
-                *(TensorGuard.of(slot, slot.tensor()) for slot in self._named()),
-                *Autocast.now(tensor.device.type for tensor in self.inputs.values()),
+                *(TensorGuard.of(slot, slot.tensor()) for slot in self.stand_ins.named()),
+                *Autocast.now(tensor.device.type for tensor in self.stand_ins.inputs.values()),
             ),
             groups=tuple(tuple(group["params"]) for group in groups),
             numbers=tuple((i, key, groups[i].get(key)) for i, key in sorted(baked)),
             traced_optimizer=not self.opaque_reason,
-            gradients=tuple((p, p in read) for p in self.params.values() if p in read or p in self.absent),
+            gradients=tuple(
+                (p, p in read) for p in self.stand_ins.params.values() if p in read or p in self.stand_ins.absent
+            ),
         )
-
-
-def _owner(model: nn.Module, name: str) -> dict[str, Any]:
-    path, _, key = name.rpartition(".")
-    return {"name": name, "owner": model.get_submodule(path), "key": key}
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in dict.items(group) if key not in ("params", "param_names")}
-
-
-def _stand_in_rate(group: int) -> float:
-    """A number that stands for a group's learning rate in the trace, and for nothing else."""
-    return math.ldexp(0.6180339887498949, -group)

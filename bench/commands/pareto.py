@@ -28,10 +28,11 @@ HELP = (
 )
 
 
+STRATEGIES = "keep_all,sqrtn,cheap,mutwo,ilp"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--strategy", default="keep_all,sqrtn,cheap,mutwo,ilp", help="one, several with commas, or 'all'"
-    )
+    parser.add_argument("--strategy", help=f"one, several with commas, or 'all' (default {STRATEGIES})")
     parser.add_argument(
         "--budget", help="points of the curve, with commas (default 100%%, 95%% and so on down to 10%%)"
     )
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     _check_options(options)
     if options.json is not None:
         check_writable(options.json)
-    specs = strategy_specs(options.strategy)
+    specs = strategy_specs(options.strategy or STRATEGIES)
     limits = list(BUDGETS) if options.budget is None else budgets(options.budget)
     if options.budget_for is None:
         check_folder(options.out)
@@ -88,6 +89,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     refuse_together(options, "--graph", ["--synthetic"], "say one of them")
+    refuse_together(
+        options, "--budget-for", ["--budget", "--strategy"], "ilp searches the budget for the overhead; leave that out"
+    )
     for graph in ("--graph", "--synthetic"):
         refuse_together(options, graph, [*WORKLOAD, "--roofline"], "a graph has its own sizes and times")
 

@@ -10,10 +10,10 @@ import torch
 import bench.accuracy
 import bench.run
 import bench.sweep
-from bench import figures
 from bench.__main__ import main
 from bench.accuracy import measure_accuracy
 from bench.exhaustion import OutOfMemory
+from bench.figures_batches import latency_label, reduction_label
 from bench.results import resumed_rows, save_rows
 from bench.sweep import run_sweep, sweep_cells
 from bench.workloads import WorkloadSpec
@@ -240,7 +240,7 @@ def test_a_row_over_budget_says_so_with_the_smallest_peak_found(tmp_path, capsys
     cells = sweep_cells(row)
     assert cells[2].startswith("over budget: smallest found ")
     assert cells[3] == "-"
-    assert (figures.reduction_label(row), figures.latency_label(row)) == ("over\nbudget", "over\nbudget")
+    assert (reduction_label(row), latency_label(row)) == ("over\nbudget", "over\nbudget")
     assert "batch 6: smallest peak found" in said(capsys)
 
 

@@ -150,6 +150,8 @@ def test_a_saved_graph_gives_its_curve_and_a_budget_where_importing_torch_fails(
     [
         (["--synthetic", "castle"], "unknown graph 'castle': there are chain"),
         (["--synthetic", "tower", "--roofline"], "--synthetic and --roofline contradict each other"),
+        (["--synthetic", "tower", "--budget-for", "5%", "--budget", "50%"], "--budget-for and --budget contradict"),
+        (["--synthetic", "tower", "--budget-for", "5%", "--strategy", "ilp"], "--budget-for and --strategy contradict"),
         (["--synthetic", "tower", "--budget", "4 bananas"], "4 bananas"),
         (["--graph", "no/such/graph.json"], "No such file or directory"),
     ],

@@ -58,13 +58,17 @@ def test_a_table_of_plans_says_who_won_and_what_the_program_reached_alone(tmp_pa
     assert "seeds=false" not in text
 
 
-def test_a_saved_step_has_its_figures_drawn_again(tmp_path):
+OF_A_STEP = ["peak_breakdown.png", "memory.png", "largest_activations.png", "time_by_kind.png"]
+OF_A_PLAN = ["memory_mutwo_50pct.png", "plan_mutwo_50pct.png", "plan_mutwo_50pct.txt"]
+
+
+@pytest.mark.parametrize(("blocks", "names"), [(30, OF_A_STEP + OF_A_PLAN), (1, OF_A_STEP)])
+def test_a_saved_step_has_its_figures_drawn_again_and_those_of_a_plan_if_there_is_one(tmp_path, blocks, names):
     (tmp_path / "tower").mkdir()
-    residual_tower(3).save(tmp_path / "tower" / "graph.json")
+    residual_tower(blocks).save(tmp_path / "tower" / "graph.json")
     written = make_tables(tmp_path)
-    names = ["peak_breakdown.png", "memory.png", "largest_activations.png", "time_by_kind.png"]
     assert [str(path.relative_to(tmp_path)) for path in written] == [f"tower/{name}" for name in names]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written if path.suffix == ".png")
 
 
 def test_a_curve_saved_by_pareto_becomes_a_page_and_its_figure(tmp_path):
