@@ -243,7 +243,8 @@ def _plan_legend() -> list[Any]:
 
 def module_groups(modules: Sequence[str], *, most: int = 16) -> list[tuple[int, int, str]]:
     """(first, last, module) of neighbours in one module, as deep in the tree as leaves at most `most` groups."""
-    for depth in (3, 2, 1):
+    deepest = max((module.count(".") + 1 for module in modules), default=1)
+    for depth in range(deepest, 0, -1):
         groups: list[tuple[int, int, str]] = []
         for i, module in enumerate(modules):
             name = ".".join(module.split(".")[:depth])

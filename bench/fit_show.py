@@ -9,9 +9,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.figures import ROLE_NAMES
 from bench.figures_batches import draw_throughput
-from bench.fit import FitReport, GpuRow, Largest, Option, Tell, fit
+from bench.fit import FitReport, GpuRow, Largest, Option, fit
 from bench.models import Workload
-from bench.report import console, print_table
+from bench.report import console, print_table, say
 from bench.results import slug
 from bench.workloads import WorkloadSpec
 from planner.ir import Role
@@ -54,7 +54,11 @@ def _asked(spec: WorkloadSpec, device: Device, *, time_limit_s: float, without_m
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("making the model", total=None)
-        tell: Tell = lambda text: bar.update(task, description=text)  # noqa: E731 - a name for the type checker
+
+        def tell(text: str) -> None:
+            say(text)
+            bar.update(task, description=text)
+
         return fit(
             make,
             device,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rich.progress import Progress
 
-from bench.report import console, print_table
+from bench.report import console, print_table, say
 from bench.synthetic import resnet_like
 from planner.ir import Graph
 from planner.plan import candidates, recompute_once
@@ -29,6 +29,7 @@ def run_micro(*, repeats: int = 7) -> None:
         task = progress.add_task("timing the planner", total=len(graphs))
         rows = []
         for graph in graphs:
+            say(f"timing the planner on {len(graph.ops):,} ops")
             rows.append(_row(graph, repeats))
             progress.advance(task)
     columns = ("ops", "candidates", "lower + simulate", "mutwo, one budget", "mutwo, whole curve")
