@@ -20,7 +20,7 @@ from bench.results import command_line, resumed_rows, save_rows, slug
 from bench.room import lack_of
 from bench.run import PROVEN_STEPS, run_comparison
 from bench.workloads import WorkloadSpec
-from planner.ir import Graph, Timing, TimingKind
+from planner.ir import Graph, Op, Timing, TimingKind
 from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import Timeline, simulate
@@ -181,7 +181,7 @@ def captured(spec: WorkloadSpec) -> tuple[Graph, str]:
 
 
 def scaled(graph: Graph, measured: Graph) -> Graph:
-    """`graph` with the times and workspaces of the same ops at another batch size, in proportion to their bytes."""
+    """`graph` with the times and workspaces of the same ops at another batch size, in proportion to their tensors."""
     known = {op.name: op for op in measured.ops}
     ops = []
     for op in graph.ops:
@@ -189,11 +189,19 @@ def scaled(graph: Graph, measured: Graph) -> Graph:
         if source is None:
             ops.append(op)
             continue
-        before = sum(measured.storages[s].nbytes for s in measured.makes[source.id])
-        factor = sum(graph.storages[s].nbytes for s in graph.makes[op.id]) / before if before else 1.0
+        factor = _growth(graph, op, measured, source)
         ops.append(replace(op, time_us=source.time_us * factor, workspace_bytes=round(source.workspace_bytes * factor)))
     timing = Timing(kind=TimingKind.ESTIMATED, device=f"this machine, scaled from {measured.name}")
     return replace(graph, ops=tuple(ops), timing=timing).validate()
+
+
+def _growth(graph: Graph, op: Op, measured: Graph, source: Op) -> float:
+    """How much larger the largest-grown tensor is that an op reads or makes: a weight's gradient reads the batch."""
+    now, before = (
+        [g.storages[g.values[v].storage].nbytes for v in (*o.inputs, *o.outputs)]
+        for g, o in ((graph, op), (measured, source))
+    )
+    return max((n / m for n, m in zip(now, before, strict=True) if m), default=1.0)
 
 
 def _common(spec: WorkloadSpec, solution: Solution) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 import pytest
 import torch
@@ -279,3 +280,22 @@ def test_rows_are_saved_where_there_is_no_git(tmp_path, monkeypatch):
 def test_saving_leaves_no_partial_file_behind(tmp_path):
     save_rows(tmp_path / "rows.json", command="x", rows=[])
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_times_scale_with_the_batch_also_where_only_what_an_op_reads_grows():
+    few, many = (replace(SPEC, batch=n).capture(replace(SPEC, batch=n).make()).graph for n in (8, 32))
+    timed = replace(few, ops=tuple(replace(op, time_us=100.0, workspace_bytes=64) for op in few.ops))
+    found = {op.name: op for op in bench.sweep.scaled(many, timed).ops}
+    handled = {
+        op.name: [
+            (many.values[v].shape, few.values[w].shape)
+            for v, w in zip((*op.inputs, *op.outputs), (*source.inputs, *source.outputs), strict=True)
+        ]
+        for op, source in zip(many.ops, few.ops, strict=True)
+    }
+    growing = {name for name, shapes in handled.items() if any(now != before for now, before in shapes)}
+    reducing = {name for name in growing if handled[name][-1][0] == handled[name][-1][1]}
+    assert any(name.startswith("mm") for name in reducing)  # the gradient of a weight
+    assert {found[name].time_us for name in growing} == {400.0}
+    assert {found[name].workspace_bytes for name in growing} == {256}
+    assert {op.time_us for name, op in found.items() if name not in growing} == {100.0}
