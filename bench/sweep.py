@@ -152,14 +152,15 @@ class _Sweep:
         with stage(f"{spec.title}: planned, not run"):
             solution = solve_if_needed(problem, strategies.make(self.strategy_spec), label=self.strategy_spec)
         planned = solution.timeline if solution.status is Status.FITS else None
+        step_to_ops = None if source is None else _step_to_ops(source, measured_rows)
         return {
             **_common(spec, solution),
             "measured": False,
             "why_predicted": why,
             "note": solution.reason,
             "exact": None,
-            "eager_s": unplanned.time_us / 1e6 if source is not None else None,
-            "planned_s": planned.time_us / 1e6 if planned is not None and source is not None else None,
+            "eager_s": None if step_to_ops is None else step_to_ops * unplanned.time_us / 1e6,
+            "planned_s": None if step_to_ops is None or planned is None else step_to_ops * planned.time_us / 1e6,
             "eager_peak_bytes": unplanned.peak_bytes,
             "planned_peak_bytes": None if planned is None else planned.peak_bytes,
         }
@@ -171,6 +172,14 @@ class _Sweep:
             workload = spec.make()
             self.measured = measure(spec.capture(workload), workload[3], show_progress=False).graph
         return self.measured
+
+
+def _step_to_ops(measured: Graph, rows: Sequence[dict[str, Any]]) -> float:
+    """Seconds of the largest measured step to the sum of its ops, so that a prediction continues what was timed."""
+    largest = max(rows, key=lambda row: row["batch"], default=None)
+    if largest is None or largest["eager_s"] is None or not measured.time_us:
+        return 1.0
+    return float(largest["eager_s"] / (measured.time_us / 1e6))
 
 
 def captured(spec: WorkloadSpec) -> tuple[Graph, str]:

@@ -17,6 +17,7 @@ from bench.exhaustion import OutOfMemory
 from bench.figures_batches import latency_label, reduction_label
 from bench.results import resumed_rows, save_rows
 from bench.sweep import run_sweep, sweep_cells
+from bench.synthetic import residual_tower
 from bench.workloads import WorkloadSpec
 from planner.errors import FileFormatError
 from tests.bench import small
@@ -217,6 +218,14 @@ def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_mea
     assert "it and larger ones are predicted" in said(capsys)
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_a_prediction_continues_the_seconds_that_were_timed():
+    timed = residual_tower(3)
+    rows = [{"batch": 4, "eager_s": 1.0}, {"batch": 8, "eager_s": 3 * timed.time_us / 1e6}]
+    assert bench.sweep._step_to_ops(timed, rows) == pytest.approx(3.0)
+    assert bench.sweep._step_to_ops(timed, [{"batch": 8, "eager_s": None}]) == 1.0
+    assert bench.sweep._step_to_ops(timed, []) == 1.0
 
 
 def test_a_batch_that_cannot_even_be_made_is_predicted_without_memory(tmp_path):
