@@ -334,7 +334,9 @@ class Search:
         return "; ".join(words)
 
     def _floor(self) -> str:
-        once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if self.floor_bytes else ""
+        least = floor(self.graph).nbytes
+        higher = self.floor_bytes and self.floor_bytes >= least  # a search that was cut off may have proven less
+        once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if higher else ""
         proof = "proven: nothing that recomputes once fits; " if self.impossible else ""
         proof = "proven: nothing fits, however often it recomputes; " if self.hopeless else proof
-        return f"{proof}no schedule at all runs in less than {human_bytes(floor(self.graph).nbytes)}{once}"
+        return f"{proof}no schedule at all runs in less than {human_bytes(least)}{once}"
