@@ -175,11 +175,9 @@ class _Sweep:
 
 
 def _step_to_ops(measured: Graph, rows: Sequence[dict[str, Any]]) -> float:
-    """Seconds of the largest measured step to the sum of its ops, so that a prediction continues what was timed."""
-    largest = max(rows, key=lambda row: row["batch"], default=None)
-    if largest is None or largest["eager_s"] is None or not measured.time_us:
-        return 1.0
-    return float(largest["eager_s"] / (measured.time_us / 1e6))
+    """Seconds of the measured step to the sum of its ops, so that a prediction continues what was timed."""
+    timed = next((row["eager_s"] for row in rows if row["model"] == measured.name), None)
+    return float(timed / (measured.time_us / 1e6)) if timed and measured.time_us else 1.0
 
 
 def captured(spec: WorkloadSpec) -> tuple[Graph, str]:

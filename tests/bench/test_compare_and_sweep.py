@@ -220,12 +220,15 @@ def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_mea
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
-def test_a_prediction_continues_the_seconds_that_were_timed():
-    timed = residual_tower(3)
-    rows = [{"batch": 4, "eager_s": 1.0}, {"batch": 8, "eager_s": 3 * timed.time_us / 1e6}]
-    assert bench.sweep._step_to_ops(timed, rows) == pytest.approx(3.0)
-    assert bench.sweep._step_to_ops(timed, [{"batch": 8, "eager_s": None}]) == 1.0
-    assert bench.sweep._step_to_ops(timed, []) == 1.0
+def test_a_prediction_continues_the_seconds_that_were_timed(tmp_path):
+    graph = residual_tower(3)
+    rows = [{"model": graph.name, "eager_s": 3 * graph.time_us / 1e6}, {"model": "a larger batch", "eager_s": 1e9}]
+    assert bench.sweep._step_to_ops(graph, rows) == pytest.approx(3.0)
+    assert bench.sweep._step_to_ops(graph, [rows[0] | {"eager_s": None}]) == 1.0
+    assert bench.sweep._step_to_ops(graph, rows[1:]) == 1.0
+    (row,) = sweep(tmp_path, [4])  # rows carry the name of their graph
+    workload = replace(SPEC, batch=4)
+    assert row["model"] == workload.capture(workload.make()).graph.name
 
 
 def test_a_batch_that_cannot_even_be_made_is_predicted_without_memory(tmp_path):
