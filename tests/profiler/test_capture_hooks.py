@@ -1,12 +1,12 @@
 """Hooks on parameters and modules are part of the step: the same bits as eager, and noticed when they change."""
 
 import pytest
-import torch
 from torch import nn
 
 from profiler.capture import capture
 from profiler.errors import CaptureError
 from profiler.fake import without_memory
+from tests.hooks import scales_what_was_accumulated, updates_in_the_backward
 from tests.profiler import small
 from tests.profiler.equality import assert_captured_equals_eager, op_named
 
@@ -39,29 +39,11 @@ def writes_in_place(model):
     model[4].weight.register_hook(double)
 
 
-def scales_what_was_accumulated(model):
-    def halve(p):
-        p.grad.mul_(0.5)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(halve)
-
-
 def replaces_what_was_accumulated(model):
     def halve(p):
         p.grad = p.grad * 0.5
 
     model[0].weight.register_post_accumulate_grad_hook(halve)
-
-
-def updates_in_the_backward(model):
-    @torch.no_grad()
-    def update(p):
-        p.sub_(0.01 * p.grad)
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(update)
 
 
 def of_modules(model):

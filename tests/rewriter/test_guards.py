@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from profiler.errors import CaptureError
 from rewriter import checkpoint
+from tests.hooks import scales_what_was_accumulated, updates_in_the_backward
 from tests.rewriter import tiny
 from tests.rewriter.side_by_side import assert_same, eager, history, seeded
 
@@ -57,26 +58,8 @@ def clamped(model):
         p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
-def halved_once_accumulated(model):
-    def halve(p):
-        p.grad.mul_(0.5)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(halve)
-
-
-def updated_in_the_backward(model):
-    @torch.no_grad()
-    def update(p):
-        p.sub_(0.01 * p.grad)
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(update)
-
-
 @pytest.mark.parametrize(
-    "hooks", [clamped, halved_once_accumulated, updated_in_the_backward], ids=lambda hooks: hooks.__name__
+    "hooks", [clamped, scales_what_was_accumulated, updates_in_the_backward], ids=lambda hooks: hooks.__name__
 )
 def test_a_plan_of_a_step_with_hooks_is_proven_and_equals_eager(hooks):
     step = assert_loop_equals_eager(lambda: make(prepare=hooks), verify=True)
