@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from profiler.capture import TracedStep, capture, capture_without_memory
 from profiler.errors import CaptureError
-from profiler.measure import Measured, OpStats, measure
-from profiler.tracing import TrainStep
+from profiler.measuring.op_times import Measured, OpStats, measure
+from profiler.tracing.session import TrainStep
+from profiler.tracing.whole_step import TracedStep, capture, capture_without_memory
 
 __all__ = [
     "CaptureError",

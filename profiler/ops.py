@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from profiler.optimizers import OpaqueStep
+from profiler.tracing.optimizers import OpaqueStep
 
 aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from planner.analysis import Floor, floor
 from planner.errors import BudgetError, PlannerError
-from planner.floor import Floor, floor
 from planner.ir import Graph, Role
 from planner.solve import Solution
 from planner.units import human_bytes, read_budget
-from profiler.capacity import available_bytes
+from profiler.measuring.memory import available_bytes
 
 AUTO = "auto"
 

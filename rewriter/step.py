@@ -20,11 +20,11 @@ from planner.schedule import lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
 from planner.units import parse_budget
-from profiler.capture import TracedStep, capture
-from rewriter.apply import apply
+from profiler.tracing.whole_step import TracedStep, capture
 from rewriter.budgets import AUTO, auto_budget, margin_bytes, over_budget
-from rewriter.measuring import Ready, measure_within
-from rewriter.verify import Verification, VerificationError, observe, verify
+from rewriter.proof import Verification, VerificationError, observe, verify
+from rewriter.replay import apply
+from rewriter.tight_memory import Ready, measure_within
 
 TrainStep = Callable[[Any, Any, Any], Any]
 

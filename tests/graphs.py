@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from bench.synthetic import Network, batch_norm, dropout
 from planner.ir import Graph, Phase, Rerun, Role
 from planner.plan import candidates
+from planner.synthetic import Network, batch_norm, dropout
 
 _KINDS = (
     "plain",

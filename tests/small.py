@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from bench.synthetic import Builder, Network, dropout
 from planner.ir import Graph, Phase, Rerun, Role
 from planner.plan import Eviction
+from planner.synthetic import Builder, Network, dropout
 
 BACKWARD = {"phase": Phase.BACKWARD, "role": Role.GRADIENT}
 

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from bench.__main__ import main
-from bench.synthetic import residual_tower
 from planner.solve import Problem, Status, solve
+from planner.synthetic import residual_tower
 from planner.units import parse_budget
 from strategies import make
 

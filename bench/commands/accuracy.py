@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.accuracy import CASES, run_accuracy
+    from bench.experiments.accuracy import CASES, run_accuracy
 
     specs = [workload(options)] if names_a_workload(options) else CASES
     run_accuracy(specs, pairs=options.pairs, out=options.rows_file)

@@ -94,9 +94,9 @@ def _only_one(flag: str, chosen: list[str]) -> str:
 
 
 def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
-    from bench.planning import SYNTHETIC, as_json, compare_graph
-    from bench.report import graph_caption, print_comparison
-    from bench.results import command_line, save_rows
+    from bench.experiments.planning import SYNTHETIC, as_json, compare_graph
+    from bench.machine.row_files import command_line, save_rows
+    from bench.show.terminal import graph_caption, print_comparison
     from planner.ir import Graph
 
     if options.graph is not None:
@@ -117,7 +117,7 @@ def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[
 
 
 def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
-    from bench.sweep import run_sweep
+    from bench.experiments.sweep import run_sweep
 
     check_folder(options.out)
     run_sweep(
@@ -134,7 +134,7 @@ def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
 
 
 def _compare_model(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
-    from bench.compare import compare_model
+    from bench.experiments.compare import compare_model
 
     check_folder(options.out)
     compare_model(
@@ -154,7 +154,7 @@ def _peers(text: str | None) -> list[str]:
     """The peers whose names hold one of the pieces; a piece that no name holds is told before any work."""
     if text is None:
         return []
-    from bench.peers import PEERS
+    from bench.experiments.peers import PEERS
 
     if text == "all":
         return list(PEERS)

@@ -16,6 +16,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.exactness import run_exactness
+    from bench.experiments.exactness import run_exactness
 
     return 0 if run_exactness(strategy_specs(options.strategy), steps=options.steps, out=options.rows_file) else 1

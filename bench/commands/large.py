@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.large import MODELS, run_large
+    from bench.experiments.large import MODELS, run_large
 
     specs = [workload(options)] if names_a_workload(options) else MODELS
     run_large(specs, time_limit_s=options.time_limit, out=options.rows_file)

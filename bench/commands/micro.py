@@ -14,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.micro import run_micro
+    from bench.experiments.micro import run_micro
 
     run_micro(repeats=options.repeats)
     return 0

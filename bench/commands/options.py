@@ -51,7 +51,7 @@ def add_liberties(parser: argparse.ArgumentParser) -> None:
 
 def workload(options: argparse.Namespace, *, default: tuple[int, int] | None = None):  # type: ignore[no-untyped-def]
     """The workload that was asked for; `default` is the batch and image of a call that names no model and no size."""
-    from bench.workloads import WorkloadSpec
+    from bench.workloads.spec import WorkloadSpec
 
     refuse_together(options, "--model", ["--import"], "train one of them")
     batch, image = options.batch, options.image

@@ -62,9 +62,9 @@ def share(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench import pareto
-    from bench.results import command_line, save_rows
-    from strategies.pareto import BUDGETS
+    from bench.experiments import pareto
+    from bench.machine.row_files import command_line, save_rows
+    from strategies.frontier import BUDGETS
 
     _check_options(options)
     if options.json is not None:
@@ -99,7 +99,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _graphs(options: argparse.Namespace) -> list[Graph]:
     if options.graph is None and options.synthetic is None:
         return [_captured(options)]
-    from bench.planning import SYNTHETIC
+    from bench.experiments.planning import SYNTHETIC
     from planner.ir import Graph
 
     if options.graph is not None:
@@ -111,6 +111,6 @@ def _graphs(options: argparse.Namespace) -> list[Graph]:
 
 
 def _captured(options: argparse.Namespace) -> Graph:
-    from bench.plans import measured_graph, roofline_graph
+    from bench.experiments.plans import measured_graph, roofline_graph
 
     return roofline_graph(workload(options)) if options.roofline else measured_graph(workload(options))

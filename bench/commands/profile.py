@@ -20,8 +20,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         check_folder(options.out)
-    from bench.exhaustion import guarded
-    from bench.profiling import run_profile
+    from bench.experiments.profiling import run_profile
+    from bench.machine.exhaustion import guarded
 
     work = workload(options)
     guarded(f"profiling {work.title}", lambda: run_profile(work, out=options.out))

@@ -15,8 +15,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.pipeline import draw_pipeline
-    from bench.tables import RESULTS, make_tables
+    from bench.experiments.results_folder import RESULTS, make_tables
+    from bench.show.pipeline_figure import draw_pipeline
 
     draw_pipeline(RESULTS / "pipeline.png")
     for path in (*make_tables(), RESULTS / "pipeline.png"):

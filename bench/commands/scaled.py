@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.scaled import CASES, run_scaled
+    from bench.experiments.scaled import CASES, run_scaled
 
     run_scaled([workload(options)] if names_a_workload(options) else CASES, out=options.rows_file)
     return 0

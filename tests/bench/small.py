@@ -2,7 +2,7 @@
 
 from torch.nn import functional as F  # noqa: N812 - the field's own name for it
 
-from bench.models import Workload, classify
+from bench.workloads.zoo import Workload, classify
 from tests.rewriter import tiny
 
 

@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 
-from bench import calibration
 from bench.__main__ import main
-from bench.calibration import Point, agreement, by_kind, median_factor, ranks, spearman
-from bench.synthetic import residual_tower
-from bench.tables import make_tables
+from bench.experiments import calibration
+from bench.experiments.calibration import Point, agreement, by_kind, median_factor, ranks, spearman
+from bench.experiments.results_folder import make_tables
 from planner.ir import Timing, TimingKind
-from profiler.calibration import Sizes, calibrated_cpu
-from profiler.kinds import OpKind
+from planner.synthetic import residual_tower
+from profiler.estimating.calibration import Sizes, calibrated_cpu
+from profiler.estimating.kinds import OpKind
 
 TINY = Sizes(
     matrix=32, elements=4096, fewer_elements=1024, batch=2, image=12, channels=4, tokens=8, width=16,

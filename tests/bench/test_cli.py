@@ -13,9 +13,9 @@ import pytest
 
 from bench.__main__ import COMMANDS, main
 from bench.commands.compare import _peers, check_options
-from bench.peers import PEERS
-from bench.synthetic import residual_tower
-from bench.workloads import WorkloadSpec
+from bench.experiments.peers import PEERS
+from bench.workloads.spec import WorkloadSpec
+from planner.synthetic import residual_tower
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-import bench.accuracy
-import bench.run
-import bench.sweep
+import bench.experiments.accuracy
+import bench.experiments.measured_run
+import bench.experiments.sweep
 from bench.__main__ import main
-from bench.accuracy import measure_accuracy
-from bench.exhaustion import OutOfMemory
-from bench.figures_batches import latency_label, reduction_label
-from bench.results import resumed_rows, save_rows
-from bench.sweep import run_sweep, sweep_cells
-from bench.synthetic import residual_tower
-from bench.workloads import WorkloadSpec
+from bench.experiments.accuracy import measure_accuracy
+from bench.experiments.sweep import run_sweep, sweep_cells
+from bench.machine.exhaustion import OutOfMemory
+from bench.machine.row_files import resumed_rows, save_rows
+from bench.show.batch_figures import latency_label, reduction_label
+from bench.workloads.spec import WorkloadSpec
 from planner.errors import FileFormatError
+from planner.synthetic import residual_tower
 from tests.bench import small
 
 WORK = "tests.bench.small:make"
@@ -118,21 +118,21 @@ def with_gradients(workload):
 
 
 def test_accuracy_times_a_step_that_never_clears_its_gradients(monkeypatch):
-    monkeypatch.setattr(bench.accuracy, "_process_peak", lambda call: len(str(call())))
+    monkeypatch.setattr(bench.experiments.accuracy, "_process_peak", lambda call: len(str(call())))
     row = measure_accuracy(WorkloadSpec(source="tests.bench.small:make_never_clearing", batch=8), pairs=2)
     assert row.simulated_bytes == row.allocator_bytes
 
 
 def test_a_planned_step_that_runs_out_of_memory_is_a_row_that_says_so(tmp_path, capsys, monkeypatch):
-    real = bench.run.apply
+    real = bench.experiments.measured_run.apply
 
     def fails_once(traced, schedule):
-        monkeypatch.setattr(bench.run, "apply", real)
+        monkeypatch.setattr(bench.experiments.measured_run, "apply", real)
         module = real(traced, schedule)
         module.forward = lambda *_: (_ for _ in ()).throw(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
         return module
 
-    monkeypatch.setattr(bench.run, "apply", fails_once)
+    monkeypatch.setattr(bench.experiments.measured_run, "apply", fails_once)
     file = tmp_path / "rows.json"
     options = ["--strategy", "sqrtn,mutwo", "--budget", "60%", "--out", str(tmp_path), "--json", str(file)]
     assert main([*SMALL, *options]) == 0
@@ -143,14 +143,16 @@ def test_a_planned_step_that_runs_out_of_memory_is_a_row_that_says_so(tmp_path, 
 
 
 def test_a_plain_step_that_runs_out_of_memory_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench.run, "measure", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(
+        bench.experiments.measured_run, "measure", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room"))
+    )
     assert main([*SMALL, "--out", str(tmp_path)]) == 2
     assert "bench: out of memory while measuring tests.bench.small:make b8: no room" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [[], ["graph"], ["profile"]])
 def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("bench.workloads._from_zoo", lambda _: pytest.fail("a model was made"))
+    monkeypatch.setattr("bench.workloads.spec._from_zoo", lambda _: pytest.fail("a model was made"))
     (tmp_path / "file").write_text("not a folder")
     assert main([*command, "--model", "resnet18", "--out", str(tmp_path / "file" / "out")]) == 2
     assert "Not a directory" in capsys.readouterr().err
@@ -159,8 +161,8 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_work(command, tmp
 @pytest.mark.parametrize("command", [[], ["verify"], ["graph"], ["pareto"], ["plans"], ["calibrate"]])
 @pytest.mark.parametrize("budget", ["4 bananas", "0", "-3", ","])
 def test_a_budget_that_cannot_be_read_is_told_before_the_work(command, budget, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("bench.workloads._from_zoo", lambda _: pytest.fail("a model was made"))
-    monkeypatch.setattr("bench.calibration.calibrated_cpu", lambda _: pytest.fail("the CPU was measured"))
+    monkeypatch.setattr("bench.workloads.spec._from_zoo", lambda _: pytest.fail("a model was made"))
+    monkeypatch.setattr("bench.experiments.calibration.calibrated_cpu", lambda _: pytest.fail("the CPU was measured"))
     monkeypatch.chdir(tmp_path)
     assert main([*command, "--model", "resnet18", f"--budget={budget}"]) == 2
     assert "budget" in capsys.readouterr().err
@@ -170,7 +172,7 @@ def test_a_budget_that_cannot_be_read_is_told_before_the_work(command, budget, t
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
-    real, asked = bench.sweep.run_comparison, []
+    real, asked = bench.experiments.sweep.run_comparison, []
 
     def interrupted_at_eight(spec, *args, **kwargs):
         asked.append(spec.batch)
@@ -178,7 +180,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeyp
             raise KeyboardInterrupt
         return real(spec, *args, **kwargs)
 
-    monkeypatch.setattr(bench.sweep, "run_comparison", interrupted_at_eight)
+    monkeypatch.setattr(bench.experiments.sweep, "run_comparison", interrupted_at_eight)
     command = ["--import", WORK, "--pairs", "1", "--strategy", "mutwo", "--budget", "60%", "--batches", "6,8"]
     assert main([*command, "--out", str(tmp_path)]) == 130
     assert "1 rows are in" in said(capsys)
@@ -201,7 +203,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeyp
 
 
 def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_measured(tmp_path, capsys, monkeypatch):
-    real, asked = bench.sweep.run_comparison, []
+    real, asked = bench.experiments.sweep.run_comparison, []
 
     def exhausted_at_eight(spec, *args, **kwargs):
         asked.append(spec.batch)
@@ -209,7 +211,7 @@ def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_mea
             raise OutOfMemory("out of memory while measuring: no room")
         return real(spec, *args, **kwargs)
 
-    monkeypatch.setattr(bench.sweep, "run_comparison", exhausted_at_eight)
+    monkeypatch.setattr(bench.experiments.sweep, "run_comparison", exhausted_at_eight)
     rows = sweep(tmp_path, [6, 8, 10], json_file=tmp_path / "rows.json")
     assert asked == [6, 8]
     assert [row["measured"] for row in rows] == [True, False, False]
@@ -223,9 +225,9 @@ def test_a_batch_that_exhausts_memory_and_larger_ones_are_predicted_from_the_mea
 def test_a_prediction_continues_the_seconds_that_were_timed(tmp_path):
     graph = residual_tower(3)
     rows = [{"model": graph.name, "eager_s": 3 * graph.time_us / 1e6}, {"model": "a larger batch", "eager_s": 1e9}]
-    assert bench.sweep._step_to_ops(graph, rows) == pytest.approx(3.0)
-    assert bench.sweep._step_to_ops(graph, [rows[0] | {"eager_s": None}]) == 1.0
-    assert bench.sweep._step_to_ops(graph, rows[1:]) == 1.0
+    assert bench.experiments.sweep._step_to_ops(graph, rows) == pytest.approx(3.0)
+    assert bench.experiments.sweep._step_to_ops(graph, [rows[0] | {"eager_s": None}]) == 1.0
+    assert bench.experiments.sweep._step_to_ops(graph, rows[1:]) == 1.0
     (row,) = sweep(tmp_path, [4])  # rows carry the name of their graph
     workload = replace(SPEC, batch=4)
     assert row["model"] == workload.capture(workload.make()).graph.name
@@ -239,7 +241,7 @@ def test_a_batch_that_cannot_even_be_made_is_predicted_without_memory(tmp_path):
 
 def test_a_predicted_batch_after_an_interrupt_measures_the_largest_measured_one_anew(tmp_path, monkeypatch):
     sweep(tmp_path, [6])
-    monkeypatch.setattr(bench.sweep, "lack_of", lambda *_, **__: "no room")
+    monkeypatch.setattr(bench.experiments.sweep, "lack_of", lambda *_, **__: "no room")
     rows = sweep(tmp_path, [6, 8])
     assert [row["measured"] for row in rows] == [True, False]
     assert rows[1]["eager_s"] > 0
@@ -297,7 +299,7 @@ def test_saving_leaves_no_partial_file_behind(tmp_path):
 def test_times_scale_with_the_batch_also_where_only_what_an_op_reads_grows():
     few, many = (replace(SPEC, batch=n).capture(replace(SPEC, batch=n).make()).graph for n in (8, 32))
     timed = replace(few, ops=tuple(replace(op, time_us=100.0, workspace_bytes=64) for op in few.ops))
-    found = {op.name: op for op in bench.sweep.scaled(many, timed).ops}
+    found = {op.name: op for op in bench.experiments.sweep.scaled(many, timed).ops}
     handled = {
         op.name: [
             (many.values[v].shape, few.values[w].shape)

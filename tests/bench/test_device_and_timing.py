@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bench.__main__ import main
-from bench.exhaustion import OutOfMemory, guarded, is_exhaustion
-from bench.timing import Clock, spread
-from bench.workloads import WorkloadError, WorkloadSpec, find_device, moved
+from bench.machine.clock import Clock, spread
+from bench.machine.exhaustion import OutOfMemory, guarded, is_exhaustion
+from bench.workloads.spec import WorkloadError, WorkloadSpec, find_device, moved
 
 
 class FakeCuda:
@@ -32,7 +32,7 @@ class FakeCuda:
 @pytest.mark.parametrize("command", [[], ["verify"], ["profile"], ["graph"], ["plans", "--model", "resnet18"]])
 def test_a_gpu_that_is_not_there_is_told_before_any_work(name, command, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("bench.workloads._from_zoo", lambda _: pytest.fail("a model was made"))
+    monkeypatch.setattr("bench.workloads.spec._from_zoo", lambda _: pytest.fail("a model was made"))
     monkeypatch.chdir(tmp_path)
     assert main([*command, "--device", name]) == 2
     error = capsys.readouterr().err

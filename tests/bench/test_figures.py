@@ -4,12 +4,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench import figures, figures_batches, pipeline
-from bench.synthetic import residual_tower, transformer
+from bench.show import batch_figures as figures_batches
+from bench.show import figures
+from bench.show import pipeline_figure as pipeline
 from planner.ir import Phase
 from planner.plan import Plan, candidates, recompute_once
 from planner.schedule import lower
 from planner.simulator import simulate
+from planner.synthetic import residual_tower, transformer
 
 
 def test_a_memory_curve_ends_with_the_step_and_marks_every_rerun():

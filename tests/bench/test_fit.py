@@ -9,19 +9,19 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from bench.__main__ import main
-from bench.fit import FitError, Option, SizedStep, fit, largest, target_for
-from bench.fit_show import print_fit
-from bench.large import COLUMNS, large_cells
-from bench.models import resnet18
+from bench.experiments.large import COLUMNS, large_cells
+from bench.fit.report import FitError, Option, SizedStep, fit, largest, target_for
+from bench.fit.showing import print_fit
+from bench.workloads.zoo import resnet18
 from planner.plan import Plan
 from planner.scaling import Scaling
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.units import human_bytes
-from profiler.capture import capture, capture_without_memory
-from profiler.cost import estimated
-from profiler.devices import DEVICES, Device
-from profiler.targets import Target
+from profiler.estimating.devices import DEVICES, Device
+from profiler.estimating.roofline import estimated
+from profiler.tracing.gpu_kernels import Target
+from profiler.tracing.whole_step import capture, capture_without_memory
 
 WIDTH, DEPTH = 64, 4
 QUICK_S = 0.2

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from bench.fresh import FreshProcessError, reason_of, row_of
-from bench.peers import peer_rows
-from bench.workloads import WorkloadSpec
+from bench.experiments.peers import peer_rows
+from bench.machine.fresh_process import FreshProcessError, reason_of, row_of
+from bench.workloads.spec import WorkloadSpec
 from planner.errors import PlannerError
 
 SMALL = WorkloadSpec(model="resnet18", batch=2, image=32)
@@ -20,7 +20,7 @@ def program(folder, body):
 
 def test_a_process_that_fails_says_what_was_measured_and_why():
     with pytest.raises(FreshProcessError, match=r"^resnet18 b2 32px: KeyError: 'no such peer'$"):
-        row_of("bench.peers", SMALL, "no such peer", 1)
+        row_of("bench.experiments.peers", SMALL, "no such peer", 1)
 
 
 def test_a_peer_gives_a_row_and_one_that_does_not_apply_a_reason():
@@ -32,13 +32,13 @@ def test_a_peer_gives_a_row_and_one_that_does_not_apply_a_reason():
 
 
 def test_a_row_is_the_last_line_whatever_else_is_printed(tmp_path):
-    body = "from bench.fresh import give_row\nprint('noise')\ngive_row(lambda: {'error': '', 'a': 1})"
+    body = "from bench.machine.fresh_process import give_row\nprint('noise')\ngive_row(lambda: {'error': '', 'a': 1})"
     assert program(tmp_path, body) == {"error": "", "a": 1}
 
 
 def test_the_reason_is_the_error_and_not_the_advice_below_it(tmp_path):
     body = (
-        "from bench.fresh import give_row\n"
+        "from bench.machine.fresh_process import give_row\n"
         "def measure():\n"
         "    raise RuntimeError('no kernel for this\\n\\nSet TORCHDYNAMO_VERBOSE=1 for more information')\n"
         "give_row(measure)"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.__main__ import main
-from bench.workloads import WorkloadSpec
+from bench.workloads.spec import WorkloadSpec
 
 SMALL = ["--import", "tests.bench.small:make", "--batch", "2", "--strategy", "mutwo"]
 BOTH = ["--free-gradients", "--early-updates"]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from bench.neighbours import COLUMNS, contender_cells, contenders, draw_contenders
-from bench.results import save_rows
-from bench.tables import make_tables
+from bench.experiments.contenders import COLUMNS, contender_cells, contenders, draw_contenders
+from bench.experiments.results_folder import make_tables
+from bench.machine.row_files import save_rows
 
 
 def planned(**changes: Any) -> dict[str, Any]:

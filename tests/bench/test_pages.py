@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from bench import figures
 from bench.__main__ import main
-from bench.executed import Kind, executed
-from bench.lifelines import Fate, lifelines
-from bench.pages import dot, edges, page
-from bench.synthetic import residual_tower, transformer
+from bench.show import figures
+from bench.show.pages import dot, edges, page
+from bench.show.residency import Fate, lifelines
+from bench.show.schedule_table import Kind, executed
 from planner.plan import Plan, candidates, recompute_once
 from planner.schedule import Free, Run, RunKind, lower
 from planner.solve import Problem, solve
+from planner.synthetic import residual_tower, transformer
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "input"}

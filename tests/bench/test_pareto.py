@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.figures_pareto import draw_trade_off, impossible_bytes, proven_steps, undominated
-from bench.pareto import TradeOff, TradeOffRow, as_data, from_data, overhead_table, trade_off
-from bench.synthetic import residual_tower
+from bench.experiments.pareto import TradeOff, TradeOffRow, as_data, from_data, overhead_table, trade_off
+from bench.show.trade_off_figure import draw_trade_off, impossible_bytes, proven_steps, undominated
 from planner.errors import FileFormatError
 from planner.plan import Plan
+from planner.synthetic import residual_tower
 from strategies.keep_all import KeepAll
 
 ROOT = Path(__file__).parents[2]

@@ -6,17 +6,17 @@ import pytest
 import torch
 from rich.console import Console
 
-import bench.report
-import bench.room
-import bench.run
-import bench.sweep
+import bench.experiments.measured_run
+import bench.experiments.sweep
+import bench.machine.memory
+import bench.show.terminal
 from bench.__main__ import main
-from bench.exhaustion import OutOfMemory
-from bench.room import HEADROOM, Need, check_fits, lack, need_of
-from bench.run import PROVEN_STEPS
-from bench.sweep import run_sweep
-from bench.workloads import WorkloadSpec
-from rewriter.verify import observe
+from bench.experiments.measured_run import PROVEN_STEPS
+from bench.experiments.sweep import run_sweep
+from bench.machine.exhaustion import OutOfMemory
+from bench.machine.memory import HEADROOM, Need, check_fits, lack, need_of
+from bench.workloads.spec import WorkloadSpec
+from rewriter.proof import observe
 
 SPEC = WorkloadSpec(source="tests.bench.small:make", batch=8)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,7 +47,7 @@ def test_copies_are_counted_as_measuring_and_proving_make_them(captured):
 
 
 def given(monkeypatch, **available_bytes):
-    monkeypatch.setattr(bench.room, "available_bytes", lambda device: available_bytes[device.type])
+    monkeypatch.setattr(bench.machine.memory, "available_bytes", lambda device: available_bytes[device.type])
 
 
 NEED = Need(peak_bytes=1000, peak_copies_bytes=500, done_bytes=100, done_copies_bytes=700)
@@ -113,8 +113,10 @@ def test_memory_that_runs_out_is_one_line_in_every_command_that_runs_a_step(comm
 
 
 def test_a_sweep_predicts_a_batch_that_would_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.sweep, "lack_of", lambda traced, *, proven_steps: f"no room for {proven_steps} steps")
-    monkeypatch.setattr(bench.sweep, "run_comparison", lambda *_, **__: pytest.fail("it was run"))
+    monkeypatch.setattr(
+        bench.experiments.sweep, "lack_of", lambda traced, *, proven_steps: f"no room for {proven_steps} steps"
+    )
+    monkeypatch.setattr(bench.experiments.sweep, "run_comparison", lambda *_, **__: pytest.fail("it was run"))
     (row,) = run_sweep(SPEC, [6], "mutwo", "60%", pairs=1, time_limit_s=5.0, out=tmp_path)
     assert row["measured"] is False
     assert row["why_predicted"] == f"does not fit on this machine: no room for {PROVEN_STEPS} steps"
@@ -125,9 +127,9 @@ def test_a_sweep_predicts_a_batch_that_would_not_fit(tmp_path, monkeypatch):
 
 def told(monkeypatch, **options):
     shown = Console(file=io.StringIO(), width=80, **options)
-    monkeypatch.setattr(bench.report, "console", shown)
-    with bench.report.stage("measuring [b]it[/b]"):
-        bench.report.say("half of it")
+    monkeypatch.setattr(bench.show.terminal, "console", shown)
+    with bench.show.terminal.stage("measuring [b]it[/b]"):
+        bench.show.terminal.say("half of it")
     return shown.file.getvalue()
 
 

@@ -1,7 +1,7 @@
 """Peaks at a batch that was never captured."""
 
-from bench.scaled import COLUMNS, scaled_cells, scaled_row
-from bench.workloads import WorkloadSpec
+from bench.experiments.scaled import COLUMNS, scaled_cells, scaled_row
+from bench.workloads.spec import WorkloadSpec
 
 
 def test_tensors_scale_exactly_and_the_peak_is_within_a_percent_of_the_allocators():

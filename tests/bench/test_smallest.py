@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bench import smallest
-from bench.smallest import COLUMNS, TOLERANCE, SmallestRow, smallest_budgets, smallest_cells
-from bench.synthetic import residual_tower, transformer
-from planner.floor import floor
+from bench.experiments import smallest
+from bench.experiments.smallest import COLUMNS, TOLERANCE, SmallestRow, smallest_budgets, smallest_cells
+from planner.analysis import floor
 from planner.solve import Problem
-from strategies.mutwo import curve
+from planner.synthetic import residual_tower, transformer
+from strategies.mutwo.greedy import curve
 
 
 @pytest.fixture(scope="module", params=[residual_tower(3), transformer(4)], ids=lambda g: g.name)

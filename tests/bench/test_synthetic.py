@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.synthetic import (
+from planner.ir import Phase, Rerun, Role
+from planner.plan import candidates
+from planner.synthetic import (
     Builder,
     accumulation,
     chain,
@@ -15,8 +17,6 @@ from bench.synthetic import (
     transformer,
     unet,
 )
-from planner.ir import Phase, Rerun, Role
-from planner.plan import candidates
 from tests.small import names
 
 SHAPES = {

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from bench.__main__ import main
-from bench.results import save_rows
-from bench.synthetic import residual_tower
-from bench.tables import RESULTS, make_tables, markdown
+from bench.experiments.results_folder import RESULTS, make_tables, markdown
+from bench.machine.row_files import save_rows
 from planner.errors import FileFormatError
+from planner.synthetic import residual_tower
 
 
 def test_markdown_has_a_header_a_rule_and_one_line_a_row():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from bench.synthetic import residual_tower
 from planner.explain import Choice, Decision, explain
 from planner.ir import Graph, Role
 from planner.plan import Plan, candidates, recompute_once
 from planner.schedule import lower
+from planner.synthetic import residual_tower
 from tests.graphs import networks_with_drops
 from tests.small import eviction, foreign_view, masked, read_twice, storages, updated_between
 

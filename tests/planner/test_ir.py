@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.synthetic import Builder, accumulation, chain, residual_tower
 from planner.errors import FileFormatError, GraphError
 from planner.ir import Graph, Op, Phase, Rerun, Role, Timing, TimingKind
 from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import simulate
+from planner.synthetic import Builder, accumulation, chain, residual_tower
 from tests.graphs import networks
 
 OPS = {name: i for i, name in enumerate(("f", "view", "drop", "g", "g_bw", "step"))}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from bench.synthetic import Builder, chain, residual_tower
 from planner.errors import FileFormatError, PlanError
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
@@ -28,6 +27,7 @@ from planner.plan import (
 )
 from planner.schedule import Run, RunKind, lower
 from planner.simulator import simulate
+from planner.synthetic import Builder, chain, residual_tower
 from tests.graphs import networks_with_drops
 from tests.small import (
     BACKWARD,

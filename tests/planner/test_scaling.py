@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.synthetic import chain
 from planner.errors import GraphError
 from planner.ir import Graph
 from planner.scaling import Scaling, difference
+from planner.synthetic import chain
 
 
 def sized(batch: int) -> Graph:

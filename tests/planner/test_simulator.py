@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bench.synthetic import Builder, chain, residual_tower
 from planner.errors import PlanError
 from planner.ir import Graph, Role
 from planner.plan import Plan, candidates, recompute_once
 from planner.schedule import Free, Run, RunKind, Schedule, lower
 from planner.simulator import bytes_by_role, simulate
+from planner.synthetic import Builder, chain, residual_tower
 from tests.small import BACKWARD, eviction, masked, op, read_twice, split, storage, storages
 
 

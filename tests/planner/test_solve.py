@@ -10,13 +10,13 @@ from typing import ClassVar
 import pytest
 
 import strategies
-from bench.synthetic import accumulation, chain, residual_tower, transformer, unet
 from planner.errors import BudgetError, NoPlan, PlanError
 from planner.ir import Graph, Timing, TimingKind
 from planner.plan import BoundClass, Plan, candidates, with_bound
 from planner.schedule import Run, lower
 from planner.simulator import simulate
 from planner.solve import COLUMNS, Problem, Row, Solution, Status, Strategy, cells, compare, solve, table
+from planner.synthetic import accumulation, chain, residual_tower, transformer, unet
 from tests.small import block, eviction, golden, names, read_twice
 
 # read_twice peaks at 341 bytes; with f dropped, its clone is back by then, so only a second eviction saves:

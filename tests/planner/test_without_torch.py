@@ -14,12 +14,12 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 import pkgutil
-import planner, strategies, bench.synthetic
+import planner, strategies, planner.synthetic
 for package in (planner, strategies):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         __import__(module.name)
 from planner.solve import Problem, solve
-print(solve(Problem(graph=bench.synthetic.chain(4), budget_bytes=600), strategies.make("mutwo")).status.value)
+print(solve(Problem(graph=planner.synthetic.chain(4), budget_bytes=600), strategies.make("mutwo")).status.value)
 assert "torch" not in sys.modules
 try:
     import torch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from profiler.capture import TracedStep, capture
+from profiler.tracing.whole_step import TracedStep, capture
 
 Make = Callable[[], tuple[Any, ...]]
 

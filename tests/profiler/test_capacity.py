@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from profiler.capacity import available_bytes, is_exhaustion
+from profiler.measuring.memory import available_bytes, is_exhaustion
 
 CPU = torch.device("cpu")
 GIB = 2**30

@@ -8,11 +8,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
-from bench import models
+from bench.workloads import zoo as models
 from planner.ir import Graph, Phase, Rerun, Role
-from profiler.capture import TracedStep, capture
-from profiler.convention import below_autograd
 from profiler.ops import fresh, inplace_call, inplace_target, without_side_effect
+from profiler.tracing.calling import below_autograd
+from profiler.tracing.whole_step import TracedStep, capture
 from tests.profiler import small
 from tests.profiler.equality import op_named, same_bits, targets
 from tests.profiler.test_capture_models import BERT

@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
-from profiler.capture import capture
 from profiler.errors import CaptureError
-from profiler.fake import without_memory
+from profiler.tracing.whole_step import capture
+from profiler.tracing.without_memory import without_memory
 from tests.hooks import scales_what_was_accumulated, updates_in_the_backward
 from tests.profiler import small
 from tests.profiler.equality import assert_captured_equals_eager, op_named

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import models
+from bench.workloads import zoo as models
 from planner.ir import Rerun
 from tests.profiler.equality import assert_captured_equals_eager
 

@@ -6,8 +6,8 @@ import torch
 from torch import optim
 
 from planner.ir import Phase, Rerun, Role
-from profiler.capture import capture
 from profiler.errors import CaptureError
+from profiler.tracing.whole_step import capture
 from tests.profiler import small
 from tests.profiler.equality import assert_captured_equals_eager
 

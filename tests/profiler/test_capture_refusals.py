@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn import functional as F  # noqa: N812
 
-from profiler.capture import capture
 from profiler.errors import CaptureError
+from profiler.tracing.whole_step import capture
 from tests.profiler import small
 from tests.profiler.equality import assert_captured_equals_eager, same_bits
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from planner.ir import Phase, Role
-from profiler.capture import capture
+from profiler.tracing.whole_step import capture
 from tests.profiler import small
 from tests.profiler.equality import assert_captured_equals_eager
 

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from planner.ir import TimingKind
-from profiler.capture import capture
-from profiler.cost import (
+from profiler.estimating.devices import Workspace, device
+from profiler.estimating.kinds import OpKind, kind_of
+from profiler.estimating.roofline import (
     Device,
     estimated,
     flops,
@@ -19,8 +20,7 @@ from profiler.cost import (
     traffic_bytes,
     with_roofline_times,
 )
-from profiler.devices import Workspace, device
-from profiler.kinds import OpKind, kind_of
+from profiler.tracing.whole_step import capture
 
 DEVICE = Device(name="slate", memory_bytes=100, flops_per_s=1e9, bytes_per_s=1e8, launch_us=7.0)
 

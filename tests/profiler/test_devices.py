@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from planner.errors import PlannerError
-from profiler import calibration
-from profiler.devices import A100, BLOCK_BYTES, DEVICES, GIB, Device, DeviceError, Workspace, device
-from profiler.kinds import OpKind
+from profiler.estimating import calibration
+from profiler.estimating.devices import A100, BLOCK_BYTES, DEVICES, GIB, Device, DeviceError, Workspace, device
+from profiler.estimating.kinds import OpKind
 
 GOOD = """\
 name = "my card"

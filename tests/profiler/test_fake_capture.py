@@ -5,13 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from bench.models import bert, gpt2, resnet18, vit
+from bench.workloads.zoo import bert, gpt2, resnet18, vit
 from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import simulate
 from profiler import CaptureError, capture, capture_without_memory, measure
-from profiler.fake import without_memory
-from rewriter.apply import apply
+from profiler.tracing.without_memory import without_memory
+from rewriter.replay import apply
 from tests.profiler.small import adam, make, mlp, plain, sgd
 
 SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from profiler.capture import capture
-from profiler.convention import BufferSlot, ParamSlot
 from profiler.errors import CaptureError
+from profiler.tracing.calling import BufferSlot, ParamSlot
+from profiler.tracing.whole_step import capture
 from tests.profiler import small
 from tests.profiler.equality import assert_captured_equals_eager
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from profiler.keeping import state_kept
+from profiler.measuring.restoring import state_kept
 from tests.profiler import small
 
 

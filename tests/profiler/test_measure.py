@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import models
+from bench.workloads import zoo as models
 from planner.ir import Rerun, TimingKind
 from planner.plan import Plan
 from planner.schedule import Run, lower
 from planner.simulator import simulate
-from profiler.capture import capture
-from profiler.keeping import state_kept
-from profiler.measure import TIMED_RUNS, measure
-from profiler.meters import CpuMeter, peak_above_start
+from profiler.measuring.meters import CpuMeter, peak_above_start
+from profiler.measuring.op_times import TIMED_RUNS, measure
+from profiler.measuring.restoring import state_kept
 from profiler.ops import fresh, inplace_target, overload
-from rewriter.apply import apply
+from profiler.tracing.whole_step import capture
+from rewriter.replay import apply
 from tests.profiler import small
 
 RUNS = 2 + TIMED_RUNS  # one to warm up, one that watches the allocator, and the timed ones

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from planner.ir import TimingKind
-from profiler import meters
-from profiler.capture import capture
-from profiler.measure import measure
-from profiler.meters import CpuMeter, CudaMeter, MemorySample, meter_for, peak_above_start
+from profiler.measuring import meters
+from profiler.measuring.meters import CpuMeter, CudaMeter, MemorySample, meter_for, peak_above_start
+from profiler.measuring.op_times import measure
+from profiler.tracing.whole_step import capture
 from tests.profiler import small
 
 GPU = torch.device("cuda", 1)

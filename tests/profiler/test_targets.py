@@ -9,9 +9,9 @@ from planner.ir import Rerun, Role
 from planner.plan import Plan
 from planner.schedule import lower
 from profiler import CaptureError, capture, capture_without_memory
-from profiler.cost import flops
-from profiler.targets import PHILOX_STATE_BYTES, Change, Target
-from rewriter.apply import apply
+from profiler.estimating.roofline import flops
+from profiler.tracing.gpu_kernels import PHILOX_STATE_BYTES, Change, Target
+from rewriter.replay import apply
 from tests.profiler.small import make
 
 AMPERE = Target(name="a new card", has_bfloat16=True)

@@ -5,13 +5,13 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F  # noqa: N812
 
-from bench import models
+from bench.workloads import zoo as models
 from planner.ir import Phase, Role
 from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import simulate
-from profiler.capture import capture
 from profiler.errors import CaptureError
+from profiler.tracing.whole_step import capture
 from tests.profiler import small
 from tests.rewriter.side_by_side import assert_same, eager, history, seeded
 

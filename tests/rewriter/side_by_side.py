@@ -15,12 +15,12 @@ from planner.plan import Plan, candidates
 from planner.schedule import Run, RunKind, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, solve
-from profiler.capture import TracedStep, capture
-from profiler.keeping import state_kept
-from profiler.measure import measure
-from profiler.meters import CpuMeter, peak_above_start
-from rewriter.apply import apply
-from rewriter.verify import same_bits
+from profiler.measuring.meters import CpuMeter, peak_above_start
+from profiler.measuring.op_times import measure
+from profiler.measuring.restoring import state_kept
+from profiler.tracing.whole_step import TracedStep, capture
+from rewriter.proof import same_bits
+from rewriter.replay import apply
 
 Workload = tuple[Any, ...]  # train_step, model, optimizer, batch
 Between = Callable[[int, Any, Any], None]

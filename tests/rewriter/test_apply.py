@@ -17,10 +17,10 @@ from planner.ir import Phase, Rerun
 from planner.plan import Eviction, Plan, candidates, recompute_each_time, recompute_once, temporaries
 from planner.schedule import Free, Run, RunKind, lower
 from planner.simulator import simulate
-from profiler.keeping import state_kept
+from profiler.measuring.restoring import state_kept
 from profiler.ops import fresh, inplace_target, without_side_effect
-from rewriter.apply import STEP, apply
-from rewriter.replay import ReplayingRng, SavingRng
+from rewriter.random_replay import ReplayingRng, SavingRng
+from rewriter.replay import STEP, apply
 from tests.profiler import small
 from tests.rewriter import tiny
 from tests.rewriter.side_by_side import assert_same, eager, history, measured, measured_peak, seeded

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench.synthetic import chain
 from planner.errors import BudgetError
+from planner.synthetic import chain
 from rewriter.budgets import FRAGMENTATION, auto_budget
 
 

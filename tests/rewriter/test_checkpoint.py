@@ -19,7 +19,7 @@ from planner.plan import Plan
 from planner.solve import Problem, Status, solve
 from profiler.errors import CaptureError
 from rewriter import CheckpointedStep, OverBudget, VerificationError, checkpoint
-from rewriter.apply import apply
+from rewriter.replay import apply
 from tests.rewriter import tiny
 from tests.rewriter.side_by_side import assert_same, eager, history, measured, measured_peak, seeded, snapshot, varied
 

@@ -7,8 +7,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import strategies
 from planner.ir import Rerun
-from profiler.keeping import state_kept
-from rewriter.apply import apply
+from profiler.measuring.restoring import state_kept
+from rewriter.replay import apply
 from tests.rewriter import tiny
 from tests.rewriter.side_by_side import (
     assert_planned_equals_eager,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from profiler.capture import capture
+from profiler.tracing.whole_step import capture
 from rewriter import checkpoint
 from tests.rewriter import tiny
 

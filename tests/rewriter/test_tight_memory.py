@@ -5,15 +5,15 @@ import warnings
 import pytest
 import torch
 
-import rewriter.measuring
+import rewriter.tight_memory
 from planner.errors import PlannerError
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Status
-from profiler.capture import capture
-from profiler.measure import measure
+from profiler.measuring.op_times import measure
+from profiler.tracing.whole_step import capture
 from rewriter import OverBudget, checkpoint
-from rewriter.measuring import needed_bytes, provisional_schedules
+from rewriter.tight_memory import needed_bytes, provisional_schedules
 from tests.rewriter import tiny
 from tests.rewriter.side_by_side import assert_same, eager, history, measured_peak, seeded, snapshot
 
@@ -27,14 +27,14 @@ def planned(workload, budget="60%", **options):
 
 
 def limit_of(traced, share):
-    peak = simulate(traced.graph, lower(traced.graph, rewriter.measuring.Plan())).above_start_bytes
+    peak = simulate(traced.graph, lower(traced.graph, rewriter.tight_memory.Plan())).above_start_bytes
     return traced.graph.start_bytes + int(share * peak)
 
 
 @pytest.fixture
 def little(monkeypatch):
     """A machine with no memory left to speak of."""
-    monkeypatch.setattr(rewriter.measuring, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(rewriter.tight_memory, "available_bytes", lambda device: 1000)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def tried(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return measure(traced, batch, schedule=schedule, show_progress=show_progress)
 
-    monkeypatch.setattr(rewriter.measuring, "measure", measured)
+    monkeypatch.setattr(rewriter.tight_memory, "measure", measured)
     return seen, failing
 
 
@@ -145,7 +145,7 @@ def test_any_other_failure_while_measuring_stays_what_it_is(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(rewriter.measuring, "measure", broken)
+    monkeypatch.setattr(rewriter.tight_memory, "measure", broken)
     with pytest.raises(RuntimeError, match="something else"):
         planned(make())
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from rewriter.verify import Observation, compare, observe, same_bits, verify
+from rewriter.proof import Observation, compare, observe, same_bits, verify
 from tests.profiler import small
 from tests.rewriter.side_by_side import snapshot
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench import models
+from bench.workloads import zoo as models
 
 BERT = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

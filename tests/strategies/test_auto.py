@@ -7,12 +7,12 @@ import sys
 import pytest
 
 import strategies
-from bench.synthetic import chain, residual_tower, resnet_like, transformer, unet
 from planner.plan import Plan
 from planner.solve import Problem, Status, solve
+from planner.synthetic import chain, residual_tower, resnet_like, transformer, unet
 from strategies.auto import Auto
 from strategies.conformance import StrategyConformance
-from strategies.ilp import Ilp
+from strategies.ilp.search import Ilp
 
 
 class TestTheContract(StrategyConformance):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import strategies
-from bench.synthetic import Network, residual_tower
 from planner.ir import Graph
 from planner.plan import Plan
 from planner.solve import Problem, solve
+from planner.synthetic import Network, residual_tower
 from strategies.cheap import expensive
 from tests.small import names
 

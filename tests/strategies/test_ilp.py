@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 
 import strategies
-from bench.synthetic import (
+from planner.incremental import Incremental
+from planner.ir import Graph, Phase, Rerun, Role
+from planner.plan import BoundClass, Plan, candidates, recompute_once, temporaries
+from planner.schedule import lower
+from planner.simulator import simulate
+from planner.solve import Problem, Solution, Status, solve
+from planner.synthetic import (
     Builder,
     Network,
     accumulation,
@@ -23,21 +29,15 @@ from bench.synthetic import (
     transformer,
     unet,
 )
-from planner.incremental import Incremental
-from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import BoundClass, Plan, candidates, recompute_once, temporaries
-from planner.schedule import lower
-from planner.simulator import simulate
-from planner.solve import Problem, Solution, Status, solve
-from strategies import ilp as ilp_module
-from strategies import ilp_solvers
 from strategies.conformance import StrategyConformance
-from strategies.ilp import Ilp, Search
-from strategies.ilp_model import StagedProgram
-from strategies.ilp_polish import shed_free
-from strategies.ilp_reduce import reduce
-from strategies.ilp_solvers import Outcome, SolverError, SolverName, solve_model
-from strategies.ilp_work import backward_starts, first_moments
+from strategies.ilp import search as ilp_module
+from strategies.ilp import solvers as ilp_solvers
+from strategies.ilp.moments import backward_starts, first_moments
+from strategies.ilp.polish import shed_free
+from strategies.ilp.program import StagedProgram
+from strategies.ilp.reduction import reduce
+from strategies.ilp.search import Ilp, Search
+from strategies.ilp.solvers import Outcome, SolverError, SolverName, solve_model
 from tests.graphs import networks
 from tests.reference import naive_bytes, subsets
 

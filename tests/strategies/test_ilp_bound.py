@@ -6,14 +6,14 @@ import math
 
 from hypothesis import given, settings
 
-from bench.synthetic import chain, residual_tower, transformer
-from planner.floor import floor
+from planner.analysis import floor
 from planner.plan import recompute_each_time, recompute_once
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, solve
-from strategies.ilp import Ilp
-from strategies.ilp_bound import any_schedule_bound_us
+from planner.synthetic import chain, residual_tower, transformer
+from strategies.ilp.bounds import any_schedule_bound_us
+from strategies.ilp.search import Ilp
 from tests.graphs import networks_with_drops
 
 

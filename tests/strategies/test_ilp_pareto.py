@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from bench.synthetic import residual_tower, transformer
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve
-from strategies.ilp import Ilp
-from strategies.mutwo import curve
-from strategies.pareto import budget_for, pareto
+from planner.synthetic import residual_tower, transformer
+from strategies.frontier import budget_for, pareto
+from strategies.ilp.search import Ilp
+from strategies.mutwo.greedy import curve
 
 
 @pytest.fixture(scope="module", params=[residual_tower(5), transformer(4)], ids=lambda g: g.name)

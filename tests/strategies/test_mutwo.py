@@ -8,14 +8,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bench.synthetic import Network, accumulation, residual_tower, transformer, unet
 from planner.ir import Graph
 from planner.plan import Plan, candidates, recompute_once
 from planner.schedule import Free, Run, RunKind, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve
-from strategies.mutwo import MuTwo, _order, curve
-from strategies.mutwo_paper import _Candidate, _update_candidates, _update_picks, paper_picks
+from planner.synthetic import Network, accumulation, residual_tower, transformer, unet
+from strategies.mutwo.greedy import MuTwo, _order, curve
+from strategies.mutwo.paper import _Candidate, _update_candidates, _update_picks, paper_picks
 from tests.graphs import networks
 from tests.reference import brute_force_optimum, naive_bytes
 from tests.small import names, storage

@@ -14,7 +14,7 @@ ELSEWHERE = platform.libc_ver()[0] != "glibc"  # where C's own pointer cannot be
 SCRIPT = textwrap.dedent(
     """
     import ctypes
-    from strategies.quiet import quiet_stdout
+    from strategies.ilp.silence import quiet_stdout
 
     libc = ctypes.CDLL(None)
 

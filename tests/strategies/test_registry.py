@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import strategies
-from bench.synthetic import chain
 from planner.errors import StrategyError
 from planner.solve import Problem, solve
+from planner.synthetic import chain
 
 FILE = """
 from __future__ import annotations

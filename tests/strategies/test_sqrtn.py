@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.synthetic import Network, accumulation, chain, residual_tower, unet
 from planner.errors import NoPlan
 from planner.ir import Graph, Phase
 from planner.plan import Plan, candidates, temporaries
 from planner.schedule import Run, RunKind, lower
 from planner.solve import Problem, Status, solve
+from planner.synthetic import Network, accumulation, chain, residual_tower, unet
 from strategies.sqrtn import SqrtN, _Forward
 from tests.graphs import networks
 from tests.small import names

@@ -1,0 +1,1 @@
+"""One module an experiment: its typed row, its columns, its figure."""

@@ -1,0 +1,105 @@
+"""`python -m bench scaled`: the peak at a batch that was never captured, from two others, against the meter."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine.row_files import command_line, save_rows
+from bench.show.terminal import print_table, stage
+from bench.workloads.spec import WorkloadSpec
+from planner.ir import Graph
+from planner.plan import Plan
+from planner.scaling import Scaling
+from planner.schedule import lower
+from planner.simulator import simulate
+from planner.units import human_bytes
+from profiler.measuring.meters import meter_for, peak_above_start
+from profiler.measuring.op_times import measure
+from profiler.tracing.whole_step import capture
+from rewriter.replay import apply
+
+CASES = (
+    WorkloadSpec(model="resnet50", batch=16),
+    WorkloadSpec(model="mobilenet", batch=32),
+    WorkloadSpec(model="bert", batch=8, seq=128),
+)
+
+
+def run_scaled(specs: Sequence[WorkloadSpec], *, out: Path | None) -> list[dict[str, Any]]:
+    """One row a model, saved as they come: captured at a quarter and half of its batch, run at the whole."""
+    rows: list[dict[str, Any]] = []
+    for spec in specs:
+        with stage(f"{spec.title}: measuring at smaller batches, running at its own"):
+            rows.append(scaled_row(spec))
+        if out is not None:
+            save_rows(out, command=command_line(), rows=rows)
+    print_table("Peaks predicted from other batches", COLUMNS, [scaled_cells(row) for row in rows], caption=CAPTION)
+    return rows
+
+
+CAPTION = (
+    "Peaks are of what the captured step adds to memory. 'scaled': the line through measured graphs at the two other "
+    "batches; 'captured': a measured graph at the batch itself. Tensors scale exactly; workspaces of ops need not."
+)
+
+
+def scaled_row(spec: WorkloadSpec) -> dict[str, Any]:
+    """The batch of `spec` by two predictions, and by the allocator."""
+    whole = spec.batch_size
+    quarter = max(2, whole // 4)  # a batch of 1 has views where others have copies
+    sizes = (quarter, max(quarter + 1, whole // 2))
+    low, high = (_measured(spec.at_batch(size)) for size in sizes)
+    predicted = Scaling(low=low, high=high, low_batch=sizes[0], high_batch=sizes[1]).at(whole)
+    captured, allocator_bytes = _run(spec)
+    return {
+        "model": spec.title,
+        "batch": whole,
+        "from_batches": sizes,
+        "scaled_bytes": _peak(predicted),
+        "captured_bytes": _peak(captured),
+        "allocator_bytes": allocator_bytes,
+        "tensors_exact": [s.nbytes for s in predicted.storages] == [s.nbytes for s in captured.storages],
+    }
+
+
+def _measured(spec: WorkloadSpec) -> Graph:
+    step, model, optimizer, batch = spec.make()
+    return measure(capture(step, model, optimizer, batch), batch, show_progress=False).graph
+
+
+def _run(spec: WorkloadSpec) -> tuple[Graph, int]:
+    """The measured graph, and what the captured step adds to memory by the allocator's own count."""
+    step, model, optimizer, batch = spec.make()
+    measured = measure(capture(step, model, optimizer, batch), batch, show_progress=False)
+    module = apply(measured.traced, lower(measured.graph, Plan()))
+    measured.traced.convention.call(module, batch)
+    for p in model.parameters():
+        p.grad = None
+    gc.collect()
+    meter = meter_for(next(model.parameters()).device)
+    return measured.graph, peak_above_start(meter, lambda: measured.traced.convention.call(module, batch))
+
+
+def _peak(graph: Graph) -> int:
+    return simulate(graph, lower(graph, Plan())).above_start_bytes
+
+
+COLUMNS = ("model", "from batches", "scaled", "off by", "captured", "off by", "allocator", "tensors exact")
+
+
+def scaled_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row as text, in the order of COLUMNS."""
+    truth = row["allocator_bytes"]
+    return (
+        row["model"],
+        " and ".join(map(str, row["from_batches"])),
+        human_bytes(row["scaled_bytes"]),
+        f"{row['scaled_bytes'] / truth - 1:+.2%}",
+        human_bytes(row["captured_bytes"]),
+        f"{row['captured_bytes'] / truth - 1:+.2%}",
+        human_bytes(truth),
+        "yes" if row["tensors_exact"] else "no",
+    )

@@ -1,0 +1,81 @@
+"""Seconds of a call on a device, and what is made of many: one way for every command that times."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from profiler.tracing.whole_step import TracedStep
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Wall-clock seconds of calls; a GPU has finished before each one starts and before it counts as done.
+
+    `api` is torch.cuda, or a stand-in of it in tests.
+    """
+
+    def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
+        self._device = device
+        self._api = api
+
+    def timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        """Seconds, and what the call returned."""
+        self._wait()
+        started = time.perf_counter()
+        result = call()
+        self._wait()
+        return time.perf_counter() - started, result
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Seconds; what the call returns is let go after the clock has stopped."""
+        return self.timed(call)[0]
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            self._api.synchronize(self._device)
+
+
+def clock_for(model: torch.nn.Module) -> Clock:
+    """The clock of the device that a model lies on."""
+    return Clock(next((p.device for p in model.parameters()), torch.device("cpu")))
+
+
+def gradients_put_back(traced: TracedStep) -> Callable[[], None]:
+    """What gives parameters the `.grad`s of now again, where the captured step minds which it begins with.
+
+    A step that never clears them leaves others behind. Those that are cleared unread stay: clearing is part of a step.
+    """
+    minded = [slot.tensor() for slot, _ in traced.convention.guards.gradients]
+    begun = [(p, p.grad) for p in minded]
+
+    def put_back() -> None:
+        for p, gradient in begun:
+            p.grad = gradient
+
+    return put_back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The middle of several readings, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(readings: Sequence[float]) -> Spread | None:
+    """Median and quartiles; None without a reading."""
+    if not readings:
+        return None
+    ordered = sorted(readings)
+    return Spread(
+        median=statistics.median(ordered), low=ordered[len(ordered) // 4], high=ordered[(3 * len(ordered)) // 4]
+    )

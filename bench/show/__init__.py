@@ -1,0 +1,1 @@
+"""Tables, figures and pages: what is drawn is decided by pure functions, drawing is thin."""

@@ -1,0 +1,1 @@
+"""Times and workspaces of a device that need not be here."""

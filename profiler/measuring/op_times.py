@@ -1,0 +1,223 @@
+"""Per-op time and memory of a captured step: μ-TWO's Algorithm A.
+
+One warm-up run, one run that watches the allocator, three timed runs, medians. The step runs op by op on the
+user's own tensors, and everything is put back afterwards. It runs unplanned, or in the order of any other schedule: a
+step that does not fit as it is can be measured under a provisional plan.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, fx
+
+from planner.ir import Graph, Rerun, Timing, TimingKind
+from planner.plan import Plan
+from planner.schedule import Run, RunKind, Schedule, lower
+from profiler.measuring.meters import MemorySample, Meter, meter_for
+from profiler.measuring.restoring import state_kept
+from profiler.ops import inplace_call, memory_of
+from profiler.tracing.calling import below_autograd
+from profiler.tracing.whole_step import TracedStep
+
+TIMED_RUNS = 3
+# A call shorter than this is repeated until it fills it: the clock and the call of the clock are not the op.
+SHORTEST_US = 40.0
+MOST_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpStats:
+    """What was measured of one op. Bytes are of all live memory, what was live before the step included."""
+
+    time_us: float
+    spread_us: float  # largest less smallest of the timed runs
+    before_bytes: int
+    peak_bytes: int
+    output_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A captured step whose graph carries measured times and workspaces, and the samples behind them."""
+
+    traced: TracedStep
+    stats: tuple[OpStats, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.traced.graph
+
+
+def measure(
+    traced: TracedStep,
+    batch: Any,
+    *,
+    schedule: Schedule | None = None,
+    meter: Meter | None = None,
+    show_progress: bool = True,
+) -> Measured:
+    """Measure every op of the captured step on `batch`; whatever the step writes to is put back.
+
+    `schedule` is one of the captured step's graph that needs less memory than the unplanned one; what it runs again is
+    run but not counted.
+    """
+    traced.check_runnable()
+    convention = traced.convention
+    wrong = convention.check(batch)
+    if wrong:
+        raise ValueError(f"not the batch, model or optimizer that was captured: {'; '.join(wrong[:3])}")
+    meter = meter or meter_for(_device(traced))
+    schedule = schedule if schedule is not None else lower(traced.graph, Plan())
+    with (
+        state_kept(
+            convention.model,
+            convention.optimizer,
+            generators=traced.generators,
+            tensors=traced.written_outside(batch),
+        ),
+        below_autograd(),
+        Progress(transient=True, disable=not show_progress) as bar,
+    ):
+        task = bar.add_task("measuring the step", total=(2 + TIMED_RUNS) * len(schedule.steps))
+        runner = _Runner(traced, schedule, lambda: convention.gather(batch), lambda: bar.advance(task))
+        warm_us = runner.timed(meter, [1] * len(traced.graph.ops))
+        samples = runner.watched(meter)
+        repeats = [_repeats(traced.graph, op, us) for op, us in enumerate(warm_us)]
+        laps = [runner.timed(meter, repeats) for _ in range(TIMED_RUNS)]
+    return _collect(_as_made(traced, runner.made_bytes), schedule, samples, laps, meter)
+
+
+def _device(traced: TracedStep) -> torch.device:
+    return next((p.device for p in traced.convention.model.parameters()), torch.device("cpu"))
+
+
+def _repeats(graph: Graph, op: int, warm_us: float) -> int:
+    """How often to run an op for one reading; once where a second run would change anything."""
+    record = graph.ops[op]
+    if record.rerun is not Rerun.FREELY or warm_us >= SHORTEST_US:
+        return 1
+    return min(MOST_REPEATS, math.ceil(SHORTEST_US / max(warm_us, 0.1)))
+
+
+class _Runner:
+    """Runs a schedule op by op on live tensors, handing every call to a stopwatch or a probe."""
+
+    def __init__(
+        self, traced: TracedStep, schedule: Schedule, inputs: Callable[[], list[Any]], advance: Callable[[], None]
+    ) -> None:
+        self.traced = traced
+        self.schedule = schedule
+        self.inputs = inputs
+        self.advance = advance
+        self.live: dict[fx.Node, Any] = {}
+        self.made_bytes: dict[int, int] = {}  # storage -> what its op really allocated for it
+
+    def timed(self, meter: Meter, repeats: list[int]) -> list[float]:
+        """Time per op, in µs; freeing a storage counts for the op that made it: whoever reruns it frees again."""
+        watch, owners, freed = meter.stopwatch(), list[int | None](), set[int]()
+        self._start()
+        for step in self.schedule.steps:
+            if isinstance(step, Run):
+                counts = step.kind is not RunKind.RERUN
+                times = repeats[step.op] if step.into is None and counts else 1
+                result = watch.lap(self._call(step), repeats=times)
+                self._bind(step, result)
+                owners.append(step.op if counts else None)
+                del result
+            else:
+                doomed = self._take(step.storage)
+                watch.lap(doomed.clear)
+                owners.append(None if step.storage in freed else self.traced.graph.maker[step.storage] or 0)
+                freed.add(step.storage)
+            self.advance()
+        totals = [0.0] * len(self.traced.graph.ops)
+        for op, us in zip(owners, watch.laps_us(), strict=True):
+            if op is not None:
+                totals[op] += us
+        return totals
+
+    def watched(self, meter: Meter) -> list[MemorySample]:
+        """Memory before, during and after every run of the schedule."""
+        self._start()
+        with meter.memory_probe() as probe:
+            for step in self.schedule.steps:
+                if isinstance(step, Run):
+                    self._bind(step, probe.watch(self._call(step)))
+                else:
+                    self._take(step.storage)
+                self.advance()
+        return list(probe.samples())
+
+    def _start(self) -> None:
+        module = self.traced.module
+        self.live = dict(zip(module.graph.find_nodes(op="placeholder"), self.inputs(), strict=True))
+        for node in module.graph.find_nodes(op="get_attr"):
+            self.live[node] = getattr(module, str(node.target))
+
+    def _call(self, step: Run) -> Callable[[], Any]:
+        node = self.traced.nodes[step.op]
+        target, args, kwargs = (node.target, node.args, node.kwargs) if step.into is None else inplace_call(node)
+        real_args, real_kwargs = fx.node.map_arg((args, kwargs), self.live.__getitem__)
+
+        return lambda: target(*real_args, **real_kwargs)  # type: ignore[operator]
+
+    def _bind(self, step: Run, result: Any) -> None:
+        graph, node = self.traced.graph, self.traced.nodes[step.op]
+        if step.into is not None:
+            self._take(step.into)
+        for v in graph.ops[step.op].outputs:
+            captured = self.traced.value_nodes[v]
+            if step.kind is RunKind.RERUN and graph.values[v].base is None and captured in self.live:
+                continue  # a second copy of what is there is dropped
+            made = self.live[captured] = result if captured is node else result[captured.args[1]]
+            if graph.values[v].base is None:  # None: some ops leave out what nobody asked for only when they run
+                self.made_bytes[graph.values[v].storage] = 0 if made is None else memory_of(made).nbytes()
+
+    def _take(self, storage: int) -> list[Tensor]:
+        """Let go of every value in a storage; the list returned holds the last references."""
+        nodes = (self.traced.value_nodes[v] for v in self.traced.graph.values_in[storage])
+        return [self.live.pop(node) for node in nodes if node in self.live]
+
+
+def _as_made(traced: TracedStep, made_bytes: dict[int, int]) -> TracedStep:
+    """The step with the real sizes of its storages: no shape tells what mkldnn's recurrent layer makes."""
+    storages = tuple(replace(s, nbytes=made_bytes.get(s.id, s.nbytes)) for s in traced.graph.storages)
+    return replace(traced, graph=replace(traced.graph, storages=storages))
+
+
+def _collect(
+    traced: TracedStep, schedule: Schedule, samples: list[MemorySample], laps: list[list[float]], meter: Meter
+) -> Measured:
+    graph = traced.graph
+    runs = [step for step in schedule.steps if isinstance(step, Run)]
+    counted = [pair for pair in zip(runs, samples, strict=True) if pair[0].kind is not RunKind.RERUN]
+    stats = []
+    for run, sample in sorted(counted, key=lambda pair: pair[0].op):
+        readings = [lap[run.op] for lap in laps]
+        made = sum(graph.storages[s].nbytes for s in graph.makes[run.op])
+        fresh = made if run.into is None else 0
+        stats.append(
+            OpStats(
+                time_us=statistics.median(readings),
+                spread_us=max(readings) - min(readings),
+                before_bytes=graph.start_bytes + sample.before_bytes,
+                peak_bytes=graph.start_bytes + sample.peak_bytes,
+                output_bytes=made,
+                workspace_bytes=max(0, sample.peak_bytes - sample.before_bytes - fresh),
+            )
+        )
+    ops = tuple(
+        replace(op, time_us=s.time_us, workspace_bytes=s.workspace_bytes)
+        for op, s in zip(graph.ops, stats, strict=True)
+    )
+    timing = Timing(kind=TimingKind.MEASURED, device=meter.device)
+    measured = replace(graph, ops=ops, timing=timing).validate()
+    return Measured(traced=replace(traced, graph=measured), stats=tuple(stats))

@@ -1,0 +1,1 @@
+"""User code in, a traced graph out: nothing here measures or estimates."""

@@ -1,0 +1,247 @@
+"""How a captured step is called: flat inputs from the user's live objects, and everything put back after.
+
+The convention knows nothing of the graph module: any function of the same placeholders and outputs will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from planner.ir import Role
+from profiler.errors import CaptureError
+from profiler.tracing.guards import Guards
+from profiler.tracing.optimizers import make_lazy_state
+
+# -- where an input is read ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSlot:
+    """A parameter of the model, by its first name."""
+
+    name: str
+    owner: nn.Module
+    key: str
+
+    def find(self) -> Tensor | None:
+        """The live parameter, where it is still there."""
+        return self.owner._parameters.get(self.key)
+
+    def tensor(self) -> Tensor:
+        """The live parameter."""
+        param = self.find()
+        if param is None:
+            raise CaptureError(f"parameter {self.name} is gone from the model: capture again")
+        return param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSlot:
+    """A buffer of the model, by its first name."""
+
+    name: str
+    owner: nn.Module
+    key: str
+
+    def find(self) -> Tensor | None:
+        """The live buffer, where it is still there."""
+        return self.owner._buffers.get(self.key)
+
+    def tensor(self) -> Tensor:
+        """The live buffer."""
+        buffer = self.find()
+        if buffer is None:
+            raise CaptureError(f"buffer {self.name} is gone from the model: capture again")
+        return buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSlot:
+    """One tensor of the optimizer's state of one parameter."""
+
+    param: ParamSlot
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.param.name}.{self.key}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradSlot:
+    """The `.grad` that a parameter has when the step begins."""
+
+    param: ParamSlot
+
+    @property
+    def name(self) -> str:
+        return f"{self.param.name}.grad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSlot:
+    """The learning rate of a parameter group, a Python number read anew at each call."""
+
+    group: int
+    negated: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'minus_' if self.negated else ''}lr.{self.group}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSlot:
+    """One tensor of the batch, by its position among the batch's leaves."""
+
+    leaf: int
+
+    @property
+    def name(self) -> str:
+        return f"batch.{self.leaf}"
+
+
+InputSlot = ParamSlot | BufferSlot | StateSlot | GradSlot | RateSlot | BatchSlot
+
+ROLES: dict[type, Role] = {
+    ParamSlot: Role.PARAM,
+    BufferSlot: Role.BUFFER,
+    StateSlot: Role.OPT_STATE,
+    GradSlot: Role.GRADIENT,
+    BatchSlot: Role.INPUT,
+}
+
+
+# -- where an output goes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnOut:
+    """A tensor among the leaves of what the step returns."""
+
+    leaf: int
+
+
+OutputSlot = ReturnOut | GradSlot | BufferSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The shape of what the step returns: a tree, and the leaves of it that are no tensors."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    def rebuild(self, tensors: dict[int, Tensor]) -> Any:
+        """What the step returns, with `tensors` at their leaves."""
+        leaves = [tensors.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+# -- the convention -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ops without recording them, and yet as in training.
+
+    Not `no_grad`: some kernels (mkldnn's recurrent layer) ask for the mode and then leave out what the backward
+    needs. Nor under autocast: a captured graph has its casts in it. Graphs are run, timed and rewritten under this.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """Calls any graph of the captured step's inputs and outputs on the user's own objects."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    inputs: tuple[InputSlot, ...]
+    outputs: tuple[OutputSlot, ...]
+    cleared: tuple[ParamSlot, ...]  # `.grad` is None after the step
+    dropped: tuple[ParamSlot, ...]  # the `.grad` it begins with is never read
+    result: Result
+    training_after: tuple[tuple[nn.Module, bool], ...]
+    guards: Guards
+
+    def check(self, batch: Any) -> list[str]:
+        """What no longer matches the captured step; empty where the graph may run."""
+        return list(self.guards.mismatches(self.optimizer, batch))
+
+    def call(self, function: Callable[..., Sequence[Tensor]], batch: Any) -> Any:
+        """Run `function` as the step, on live state; CaptureError if the step is not the captured one."""
+        wrong = self.check(batch)
+        if wrong:
+            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+            raise CaptureError(f"not the captured step any more: {'; '.join(wrong[:5])}{more}: capture again")
+        return self.run(function, batch)
+
+    def run(self, function: Callable[..., Sequence[Tensor]], batch: Any) -> Any:
+        """`call` without its check, for who has just checked."""
+        flat = self.gather(batch)
+        with below_autograd():
+            outputs = function(*flat)
+        return self.finish(outputs)
+
+    def gather(self, batch: Any) -> list[Any]:
+        """The flat inputs, in placeholder order; frees the `.grad`s that the step would clear unread."""
+        self._make_state()
+        leaves = pytree.tree_leaves(batch)
+        flat = [self._read(slot, leaves) for slot in self.inputs]
+        for param in self.dropped:
+            param.tensor().grad = None
+        return flat
+
+    def finish(self, outputs: Sequence[Tensor]) -> Any:
+        """Leave everything as eager would have; the return value of the step."""
+        returned: dict[int, Tensor] = {}
+        for slot, tensor in zip(self.outputs, outputs, strict=True):
+            match slot:
+                case ReturnOut():
+                    returned[slot.leaf] = tensor
+                case GradSlot():
+                    slot.param.tensor().grad = tensor
+                case BufferSlot():
+                    slot.owner._buffers[slot.key] = tensor
+        for param in self.cleared:
+            param.tensor().grad = None
+        for module, training in self.training_after:
+            module.training = training
+        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        return self.result.rebuild(returned)
+
+    def _read(self, slot: InputSlot, leaves: Sequence[Any]) -> Any:
+        match slot:
+            case ParamSlot() | BufferSlot():
+                return slot.tensor()
+            case StateSlot():
+                state = self.optimizer.state[slot.param.tensor()].get(slot.key)
+                if state is None:
+                    raise CaptureError(f"the optimizer has lost its state {slot.name}: capture again")
+                return state
+            case GradSlot():
+                return slot.param.tensor().grad
+            case RateSlot():
+                rate = self.optimizer.param_groups[slot.group]["lr"]
+                rate = rate if isinstance(rate, (int, float)) else float(rate)  # numpy's: as eager reads them
+                return -rate if slot.negated else rate
+            case BatchSlot():
+                return leaves[slot.leaf]
+
+    def _make_state(self) -> None:
+        state = self.optimizer.state
+        slots = [slot for slot in self.inputs if isinstance(slot, StateSlot)]
+        lacking = [s.param.tensor() for s in slots if state.get(s.param.tensor(), {}).get(s.key) is None]
+        if lacking:
+            make_lazy_state(self.optimizer, lacking)

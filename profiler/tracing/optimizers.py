@@ -1,0 +1,214 @@
+"""Which optimizers trace to the same bits, how their lazy state is made, and the opaque step of all others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizer_module
+from torch.optim.lr_scheduler import LRScheduler
+
+from profiler.errors import CaptureError
+from profiler.tracing.guards import Autocast
+
+# Fused kernels take the learning rate as a number and do their corrections inside, from a step counter that
+# is a tensor: traced, they are the very call that eager makes.
+_FUSED = (Adam, AdamW, Adagrad)
+
+
+def why_opaque(optimizer: Optimizer) -> str:
+    """Why the optimizer must run as itself, or "" where its trace computes eager's own bits.
+
+    Decided by what the optimizer is, never by trying numbers: exactly SGD in every form with a number for its
+    rate, and the fused forms of Adam, AdamW and Adagrad.
+    """
+    kind = type(optimizer).__name__
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{kind} has step hooks, which must run"
+    if optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks:
+        return "a global optimizer step hook is registered, which must run"
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return f"{kind} is driven by a gradient scaler"
+    reasons = (_why_opaque_group(optimizer, group) for group in optimizer.param_groups)
+    return next((reason for reason in reasons if reason), "")
+
+
+def _why_opaque_group(optimizer: Optimizer, group: dict[str, Any]) -> str:
+    kind = type(optimizer).__name__
+    numbers = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if any(isinstance(v, Tensor) for value in numbers.values() for v in _flat(value)):
+        return f"{kind} has a tensor among its hyperparameters"
+    if group.get("differentiable"):
+        return f"{kind} is differentiable"
+    if type(optimizer) in _FUSED and not group["fused"]:
+        return f"{kind} reads its step counter as a Python number unless fused=True"
+    if type(optimizer) not in (*_FUSED, SGD):
+        return f"{kind} is not known to trace to the same bits"
+    if not isinstance(group["lr"], Real):
+        return f"{kind} has a {type(group['lr']).__name__} for its learning rate"
+    if type(optimizer) is SGD and _skips_dampening(optimizer, group):
+        return "SGD leaves dampening out of its very first step"
+    return ""
+
+
+def _skips_dampening(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether some parameter's momentum begins with the next step, which then leaves dampening out."""
+    if group["momentum"] == 0 or group["dampening"] == 0:
+        return False
+    buffers = [optimizer.state.get(p, {}).get("momentum_buffer") for p in group["params"] if p.requires_grad]
+    return any(buffer is None for buffer in buffers)
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def make_lazy_state(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+    """Give `params` the state that the optimizer's own next step would give them; none that have it change.
+
+    Uses the optimizer's own code, with a stand-in of the gradient's shape. SGD alone makes its state in the
+    middle of the arithmetic: its first `buf = grad` is `buf = momentum * buf + grad` on a buffer of -0.0,
+    because -0.0 + x is x, to the bit, for every x.
+    """
+    fresh = {id(p) for p in params}
+    for group in optimizer.param_groups:
+        wanted = [p for p in group["params"] if id(p) in fresh]
+        if wanted and isinstance(optimizer, SGD):
+            _make_momentum(optimizer, group, wanted)
+        elif wanted:
+            _run_init_group(optimizer, group, wanted)
+
+
+def _make_momentum(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+    if group["momentum"] == 0 or group["dampening"] != 0:
+        return
+    for p in params:
+        if optimizer.state[p].get("momentum_buffer") is None:
+            optimizer.state[p]["momentum_buffer"] = torch.full_like(p, -0.0, requires_grad=False)
+
+
+def _run_init_group(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+    init = getattr(type(optimizer), "_init_group", None)
+    if init is None or not init.__module__.startswith("torch.optim"):
+        return  # its state stays lazy: an opaque step makes it, uncounted the first time
+    stateless = [p for p in params if not optimizer.state.get(p)]
+    lists: list[list[Any]] = [[] for _ in list(inspect.signature(init).parameters)[2:]]
+    with _stand_in_gradients(stateless), torch.no_grad():
+        init(optimizer, {**group, "params": stateless}, *lists)
+
+
+@contextmanager
+def _stand_in_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+    saved = [p.grad for p in params]
+    for p in params:
+        p.grad = p.detach()
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, saved, strict=True):
+            p.grad = grad
+
+
+class _HasTensor(Protocol):
+    """A place that a live parameter is read from."""
+
+    def tensor(self) -> Tensor: ...
+
+
+class OpaqueStep:
+    """One call of the user's `optimizer.step()` inside a graph: gradients in, everything else in place.
+
+    It runs in the mixed precision that was around it at capture: it is the user's code, not a graph with casts in it.
+    """
+
+    __name__ = "optimizer_step"
+    __qualname__ = "optimizer_step"
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        receivers: Sequence[_HasTensor],
+        everyone: Sequence[_HasTensor],
+        autocast: Sequence[Autocast] = (),
+    ) -> None:
+        self._optimizer = optimizer
+        self._autocast = tuple(one for one in autocast if one.dtype is not None)
+        self._receivers = tuple(receivers)
+        self._everyone = tuple(everyone)
+
+    def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor], state: Sequence[Tensor]) -> None:
+        """Step with exactly these gradients; `params` and `state` only say what is read and written."""
+        everyone = [slot.tensor() for slot in self._everyone]
+        before = [param.grad for param in everyone]
+        for param in everyone:
+            param.grad = None
+        for slot, grad in zip(self._receivers, grads, strict=True):
+            slot.tensor().grad = grad
+        with ExitStack() as stack:
+            for one in self._autocast:
+                stack.enter_context(torch.autocast(one.device_type, dtype=one.dtype))
+            self._optimizer.step()
+        # The graph, not the optimizer, decides how long a gradient lives.
+        for param, grad_before in zip(everyone, before, strict=True):
+            param.grad = grad_before
+
+
+@contextmanager
+def refusing_schedulers() -> Iterator[None]:
+    """A scheduler that steps inside is refused before it changes anything: its counters cannot be replayed."""
+
+    def refuse(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            f"{type(scheduler).__name__}.step() is called inside the train step; call it after the step "
+            "instead: the learning rate is read anew each time"
+        )
+
+    with _replaced(LRScheduler, ("step",), lambda method: refuse):
+        yield
+
+
+@contextmanager
+def refusing_scalers() -> Iterator[None]:
+    """An enabled gradient scaler is refused before it makes anything; a disabled one does nothing anyway."""
+
+    def unless_enabled(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+            if scaler.is_enabled():
+                raise CaptureError(
+                    f"{type(scaler).__name__} decides by the values of the gradients whether the optimizer steps, "
+                    "which a graph cannot do: use bfloat16 autocast, which needs no scaler, or float32; a scaler "
+                    "made with enabled=False may stay"
+                )
+            return method(scaler, *args, **kwargs)
+
+        return call
+
+    with _replaced(GradScaler, ("scale", "unscale_", "step", "update"), unless_enabled):
+        yield
+
+
+@contextmanager
+def _replaced(base: type, names: Sequence[str], make: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, methods of a class and of its subclasses are what `make` makes of them."""
+    classes = [base, *_subclasses(base)]
+    saved = [(cls, name, vars(cls)[name]) for cls in classes for name in names if name in vars(cls)]
+    for cls, name, method in saved:
+        setattr(cls, name, make(method))
+    try:
+        yield
+    finally:
+        for cls, name, method in saved:
+            setattr(cls, name, method)
+
+
+def _subclasses(cls: type) -> list[Any]:
+    direct: list[Any] = cls.__subclasses__()
+    return [found for sub in direct for found in (sub, *_subclasses(sub))]

@@ -1,0 +1,108 @@
+"""Measuring a step before its plan: as it is where that fits, under a provisional plan where it does not."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import strategies
+from planner.ir import Graph
+from planner.plan import Plan
+from planner.schedule import Schedule, lower
+from planner.simulator import simulate
+from planner.solve import Problem, solve
+from planner.units import human_bytes
+from profiler.estimating.roofline import with_roofline_times
+from profiler.measuring.memory import available_bytes, is_exhaustion
+from profiler.measuring.op_times import measure
+from profiler.tracing.whole_step import TracedStep
+from rewriter.budgets import OverBudget, over_budget
+
+# Of what the budget lets a step add: how much a provisional plan may take. The rest is for the workspaces, which nobody
+# knows before they were measured; where it is not enough, the next is tried.
+SHARES = (0.85, 0.65, 0.45, 0.3)
+SECONDS = 5.0  # for each provisional plan
+STRATEGY = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A measured step. `as_it_is` says whether it was measured unplanned, so that it can be run so too."""
+
+    traced: TracedStep
+    as_it_is: bool
+
+
+def measure_within(traced: TracedStep, batch: Any, *, limit_bytes: int, show_progress: bool) -> Ready:
+    """The step with measured times and workspaces, though its unplanned peak be larger than the memory there is.
+
+    `limit_bytes` is the budget. OverBudget if it runs out of memory under every provisional plan within it.
+    """
+    device = next((p.device for p in traced.convention.model.parameters()), torch.device("cpu"))
+    needed, there = needed_bytes(traced.graph, device), available_bytes(device)
+    if needed <= there:
+        unplanned = _measured(traced, batch, None, show_progress)
+        if unplanned is not None:
+            return Ready(traced=unplanned, as_it_is=True)
+    warnings.warn(
+        f"the step as it is needs {human_bytes(needed)} more and {human_bytes(there)} can be had on {device}: its ops "
+        "are measured under a provisional plan, made from estimated times",
+        UserWarning,
+        stacklevel=4,
+    )
+    for schedule in provisional_schedules(traced, limit_bytes):
+        planned = _measured(traced, batch, schedule, show_progress)
+        if planned is not None:
+            return Ready(traced=planned, as_it_is=False)
+    raise OverBudget(
+        f"out of memory on {device} while measuring the step, also under provisional plans for "
+        f"{human_bytes(limit_bytes)} and less; {human_bytes(available_bytes(device))} can be had now: a smaller batch "
+        "or a smaller budget would help"
+    )
+
+
+def needed_bytes(graph: Graph, device: torch.device) -> int:
+    """What measuring the unplanned step allocates at least: what the step adds, and copies of what it changes.
+
+    The copies lie in main memory, so they count on the CPU only.
+    """
+    added = simulate(graph, lower(graph, Plan())).above_start_bytes
+    return added + (graph.start_bytes if device.type == "cpu" else 0)
+
+
+def provisional_schedules(traced: TracedStep, limit_bytes: int) -> Iterator[Schedule]:
+    """Schedules from the roofline's times within the budget, each for less memory than the one before.
+
+    OverBudget where already the tensors alone, without any workspace, exceed it.
+    """
+    graph, last_bytes = with_roofline_times(traced), limit_bytes + 1
+    for share in SHARES:
+        budget = graph.start_bytes + int(share * (limit_bytes - graph.start_bytes))
+        problem = Problem(graph=graph, budget_bytes=budget, time_limit_s=SECONDS)
+        solution = solve(problem, strategies.make(STRATEGY), label=STRATEGY)
+        assert solution.timeline is not None, "it always has the plans of its seeds"
+        assert solution.schedule is not None
+        if share == SHARES[0] and solution.timeline.peak_bytes > limit_bytes:
+            raise over_budget(solution, limit_bytes, 0)
+        if solution.timeline.peak_bytes < last_bytes:
+            last_bytes = solution.timeline.peak_bytes
+            yield solution.schedule
+
+
+def _measured(traced: TracedStep, batch: Any, schedule: Schedule | None, show_progress: bool) -> TracedStep | None:
+    """The measured step; None if memory ran out, with everything let go."""
+    try:
+        return measure(traced, batch, schedule=schedule, show_progress=show_progress).traced
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhaustion(error):
+            raise
+    # Outside of the handler, where the error no longer holds the frames and their tensors.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None

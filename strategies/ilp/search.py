@@ -1,0 +1,342 @@
+"""`ilp`: the optimum of "keep, or recompute once", with a proven lower bound.
+
+A mixed-integer program with few memory rows (`strategies.ilp.program`) is solved. Its keep set is checked by the
+exact simulator; where that finds too many bytes, the program gets a memory row there and is solved again. What it
+finds is polished by local search, and returned unless a seed (`mutwo`, `sqrtn`) is better.
+
+The bound holds for the plans of `planner.plan.recompute_once`, whatever they drop, temporaries included.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import strategies
+from planner.analysis import floor
+from planner.errors import NoPlan
+from planner.incremental import Incremental
+from planner.plan import BoundClass, Plan, with_bound
+from planner.solve import Problem
+from planner.units import human_bytes
+from strategies.ilp.bounds import any_schedule_bound_us
+from strategies.ilp.moments import FEW, Work, state_of
+from strategies.ilp.polish import Polish, enumerate_all, shed_free
+from strategies.ilp.program import Floats, SparseModel, StagedProgram
+from strategies.ilp.smallest import smallest_peak
+from strategies.ilp.solvers import Answer, Outcome, SolverError, SolverName, solve_model
+
+SEEDS = ("mutwo", "sqrtn")
+ROUNDS = 60
+SECONDS_FOR_ANY_SCHEDULE = 2.0  # to prove that no schedule at all fits, when nothing was found
+EVALUATIONS = 4000  # of the exact simulator, for each candidate that is polished
+TRY_EVERY_SET = 12  # storages, up to which what the program leaves open is settled by trying every set
+SQRTN_SIMULATIONS = 90  # about what the seed `sqrtn` costs; a tenth where it need only beat what there is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ilp:
+    """`gap` is the proven relative gap at which it stops; `seeds=false` shows what it finds alone."""
+
+    name: ClassVar[str] = "ilp"
+    solver: SolverName = SolverName.ORTOOLS
+    gap: float = 0.005
+    seeds: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gap < 1:
+            raise ValueError(f"gap={self.gap}: it is a fraction, such as 0.005")
+
+    def plan(self, problem: Problem) -> Plan:
+        return Search(problem, self).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan, what it comes to, and who found it."""
+
+    plan: Plan
+    peak_bytes: int
+    recompute_us: float
+    who: str
+
+
+class Search:
+    """One call of `Ilp.plan`. `work` carries over from other budgets on the same graph, and so does a bound."""
+
+    def __init__(self, problem: Problem, options: Ilp, *, work: Work | None = None, bound_us: float = 0.0) -> None:
+        self.problem = problem
+        self.graph = problem.graph
+        self.options = options
+        self.started = time.perf_counter()
+        self.deadline = self.started + problem.time_limit_s
+        self.work = work if work is not None else Work(problem)
+        self.best: Found | None = None  # the cheapest that fits
+        self.alone: Found | None = None  # the same without seeds
+        self.smallest: Found | None = None  # the one with the smallest peak
+        self.bound_us = bound_us
+        self.impossible = False  # proven for every plan that recomputes once
+        self.hopeless = False  # proven for any schedule
+        self.floor_bytes = 0  # the smallest peak not proven out of reach of such plans
+        self.cut_off = False
+        self.failure = ""
+
+    def run(self) -> Plan:
+        if self.problem.unplanned.peak_bytes <= self.problem.budget_bytes:
+            return Plan(
+                lower_bound_us=0.0,
+                bound_class=BoundClass.ANY_SCHEDULE,
+                found_by="keeping everything",
+                note="ilp: keeping everything fits",
+            )
+        self._try_seed("mutwo")
+        try:
+            self._optimise()
+            self._shrink_if_nothing_fits()
+        except SolverError as error:
+            self.failure = str(error)
+        if not self._optimal():
+            self._try_seed("sqrtn")
+        self._polish_a_seed()
+        self._try_every_set()
+        return self._answer()
+
+    # -- candidates -------------------------------------------------------------------------------------------
+
+    def _left_s(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    def _try_seed(self, name: str) -> None:
+        if not self.options.seeds:
+            return
+        if self.best is not None and self._left_s() <= 0:
+            self.cut_off = True
+            return
+        most_us = self.best.recompute_us if self.best is not None else math.inf
+        try:
+            plan = strategies.make(name).plan(self.problem.limited(self._left_s(), most_recompute_us=most_us))
+        except NoPlan:  # none that is worth having
+            return
+        self.cut_off |= plan.cut_off
+        timeline = self.problem.timeline(plan)
+        found = Found(plan=plan, peak_bytes=timeline.peak_bytes, recompute_us=timeline.recompute_us, who=name)
+        self._offer(found)
+
+    def _offer(self, found: Found) -> None:
+        if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
+            self.smallest = found
+        if found.peak_bytes > self.problem.budget_bytes:
+            return
+        if self.best is None or found.recompute_us < self.best.recompute_us - 1e-9:
+            self.best = found
+        if not found.who.endswith(SEEDS) and (self.alone is None or found.recompute_us < self.alone.recompute_us):
+            self.alone = found
+
+    def _offer_state(self, state: Incremental, who: str) -> None:
+        self._offer(Found(plan=state.plan(), peak_bytes=state.peak()[0], recompute_us=state.recompute_us, who=who))
+
+    def _proven(self) -> bool:
+        """Whether the best plan is within the gap asked for."""
+        if self.best is None:
+            return self.impossible
+        return self.best.recompute_us - self.bound_us <= self.options.gap * self.best.recompute_us + 1e-9
+
+    def _optimal(self) -> bool:
+        """Whether nothing that recomputes once can be any better."""
+        if self.best is None:
+            return False
+        return self.best.recompute_us - self.bound_us <= 2e-6 * max(1.0, self.best.recompute_us)
+
+    # -- the program ------------------------------------------------------------------------------------------
+
+    def _optimise(self) -> None:
+        """Solve, check exactly, count memory where it was missed, and again."""
+        if floor(self.graph).nbytes > self.problem.budget_bytes:
+            self.impossible = True
+            return
+        budget = target = self.problem.budget_bytes
+        excluded: list[frozenset[int]] = []
+        for _ in range(ROUNDS):
+            if self._proven() or self._searching_s() <= 0:
+                break
+            program = self.work.program()
+            bounds = target == budget and (not excluded or self.work.reduction.whole)
+            solved = self._solve_round(program, program.at(target, excluded), bounds=bounds)
+            if solved is None or self._proven():
+                break
+            kept, state = solved
+            over = state.stage_bytes() - budget
+            if self.work.count_there(state, over):
+                target = budget
+            elif over.max() <= 0:
+                self._polish(state, "polish")
+                break
+            elif len(program.keep) <= FEW:
+                excluded.append(kept)
+            else:
+                target -= max(int(over.max()), budget // 10000)
+            if over.max() <= self.work.step_bytes // 50 or len(program.keep) <= FEW:
+                self._polish(state, "polish")
+        if self.best is not None and not self._proven() and not self.impossible and self._searching_s() > 0:
+            self._raise_bound()
+        self.cut_off |= self._searching_s() <= 0 and not self._proven()
+
+    def _raise_bound(self) -> None:
+        """Whatever the candidates came from: the whole program at the budget itself proves most."""
+        program = self.work.program()
+        answer = self._solve(program.at(self.problem.budget_bytes), bounds=True)
+        if answer.point is not None and not self._proven():
+            _, state = self._check(program, answer.point)
+            self._polish(state, "polish")
+
+    def _solve_round(
+        self, program: StagedProgram, model: SparseModel, *, bounds: bool
+    ) -> tuple[frozenset[int], Incremental] | None:
+        """First the linear relaxation and the whole points near it; the whole program only where that is not enough.
+
+        Returns the last keep set found, with its exact state; None without one.
+        """
+        relaxed = self._solve(model.relaxed(), bounds=bounds)
+        if relaxed.point is None:
+            return None
+        near = self._solve(model.near(relaxed.point), share=0.3, cut_off_counts=False)
+        solved = None
+        if near.point is not None:
+            solved = self._check(program, near.point)
+            if self._proven() or solved[1].peak()[0] > self.problem.budget_bytes:
+                return solved
+        answer = self._solve(model, hint=near.point, bounds=bounds)
+        return solved if answer.point is None else self._check(program, answer.point)
+
+    def _solve(
+        self,
+        model: SparseModel,
+        *,
+        bounds: bool = False,
+        hint: Floats | None = None,
+        share: float = 0.75,
+        cut_off_counts: bool = True,
+    ) -> Answer:
+        """Solve within a share of the time left; learn from its bound if it is one."""
+        answer = solve_model(
+            model,
+            self.options.solver,
+            time_limit_s=share * max(0.0, self._searching_s()),
+            gap=0.9 * self.options.gap,  # so that a plan that costs what the program says is within the gap
+            hint=hint,
+        )
+        self.cut_off |= cut_off_counts and answer.outcome is Outcome.CUT_OFF
+        if bounds and answer.outcome is Outcome.INFEASIBLE:
+            self.impossible = self.best is None
+        elif bounds and math.isfinite(answer.bound):
+            self.bound_us = max(self.bound_us, answer.bound)
+        return answer
+
+    def _check(self, program: StagedProgram, point: Floats) -> tuple[frozenset[int], Incremental]:
+        """The exact state of a point's keep set, offered as a candidate."""
+        kept = frozenset(program.kept(point))
+        state = self.work.state(kept)
+        if state.peak()[0] > self.problem.budget_bytes:
+            shed_free(state, self.work.reduction.small, self.problem.budget_bytes)
+        self._offer_state(state, "MILP")
+        return kept, state
+
+    def _searching_s(self) -> float:
+        """Time left for the program: some is kept back for the seed that comes last."""
+        if not self.options.seeds or self._optimal():
+            return self._left_s()
+        share, simulations = (0.25, SQRTN_SIMULATIONS) if self.best is None else (0.05, SQRTN_SIMULATIONS // 10)
+        return self._left_s() - min(share * self.problem.time_limit_s, simulations * self.work.simulation_s)
+
+    def _polish(self, state: Incremental, who: str) -> None:
+        polish = Polish(
+            state,
+            self.work.movable,
+            self.problem.budget_bytes,
+            evaluations=min(EVALUATIONS, 4 * len(self.work.movable) ** 2),
+            deadline=self.deadline,
+        )
+        polish.run()
+        self.cut_off |= polish.cut_off
+        self._offer_state(state, who)
+
+    def _polish_a_seed(self) -> None:
+        if self.best is None or self.best.who not in SEEDS or self._proven() or self._left_s() <= 0:
+            return
+        dropped = {e.storage for e in self.best.plan.evictions}
+        state = state_of(self.graph, dropped, in_place=self.problem.in_place)
+        self._polish(state, f"polish of {self.best.who}")
+
+    def _shrink_if_nothing_fits(self) -> None:
+        """Look for the smallest peak there is, and prove how small it can be."""
+        if self.best is not None:
+            return
+        self.hopeless = self._no_schedule_fits()
+        found = smallest_peak(self.work, self.options.solver, deadline=self.deadline)
+        self.floor_bytes = found.floor_bytes
+        self.impossible |= found.floor_bytes > self.problem.budget_bytes
+        self.cut_off |= found.cut_off
+        if found.state is not None:
+            self._offer_state(found.state, "MILP")
+            self._polish(found.state, "polish")
+
+    def _no_schedule_fits(self) -> bool:
+        """Whether it is proven that no amount of recomputation would do."""
+        seconds = min(SECONDS_FOR_ANY_SCHEDULE, self._left_s() / 4)
+        if seconds <= 0:
+            return floor(self.graph).nbytes > self.problem.budget_bytes
+        bound_us = any_schedule_bound_us(
+            self.graph, self.problem.budget_bytes, solver=self.options.solver, time_limit_s=seconds
+        )
+        return math.isinf(bound_us)
+
+    def _try_every_set(self) -> None:
+        """A graph this small leaves no question open."""
+        if self._optimal() or self.impossible or len(self.work.free) > TRY_EVERY_SET:
+            return
+        state = Incremental(self.graph, in_place=self.problem.in_place)
+        dropped = enumerate_all(state, self.work.free, self.problem.budget_bytes)
+        if dropped is None:
+            self.impossible = True
+            return
+        self._offer_state(state_of(self.graph, dropped, in_place=self.problem.in_place), "trying every set")
+        if self.best is not None:
+            self.bound_us, self.cut_off = self.best.recompute_us, False
+
+    # -- the answer -------------------------------------------------------------------------------------------
+
+    def _answer(self) -> Plan:
+        found = self.best if self.best is not None else self.smallest
+        if found is None:
+            limit = f"ilp: no plan within {self.problem.time_limit_s:.1f} s; {self._floor()}: raise the time limit"
+            raise NoPlan(self.failure or limit)
+        plan = replace(found.plan, cut_off=self.cut_off, found_by=found.who, note=self._note(found))
+        if self.best is None:
+            return plan  # a bound on the time of plans that fit says nothing of one that does not
+        bound_us = max(0.0, min(self.bound_us, found.recompute_us))
+        return with_bound(plan, lower_bound_us=bound_us, bound_class=BoundClass.RECOMPUTE_ONCE)
+
+    def _note(self, found: Found) -> str:
+        """Who won, what the program reached without seeds, and what is proven."""
+        if self.failure:
+            return f"ilp: only its seeds, {found.who} won; {self.failure}"
+        words = [f"ilp: {found.who} won"]
+        if self.best is None:
+            words.append(self._floor())
+        elif self.alone is None:
+            words.append("the program alone found nothing that fits")
+        elif self.best.recompute_us < self.alone.recompute_us - 1e-9:
+            words.append(f"the program alone reached {self.alone.recompute_us / self.graph.time_us:.2%}")
+        if self.cut_off:
+            words.append("cut off by the time limit")
+        return "; ".join(words)
+
+    def _floor(self) -> str:
+        least = floor(self.graph).nbytes
+        higher = self.floor_bytes and self.floor_bytes >= least  # a search that was cut off may have proven less
+        once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if higher else ""
+        proof = "proven: nothing that recomputes once fits; " if self.impossible else ""
+        proof = "proven: nothing fits, however often it recomputes; " if self.hopeless else proof
+        return f"{proof}no schedule at all runs in less than {human_bytes(least)}{once}"

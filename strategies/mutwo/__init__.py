@@ -1,0 +1,5 @@
+"""The greedy of μ-TWO (MLSys 2023): `greedy` with its holes closed, `paper` to the letter."""
+
+from strategies.mutwo.greedy import MuTwo
+
+__all__ = ["MuTwo"]
