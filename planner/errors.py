@@ -25,5 +25,9 @@ class StrategyError(PlannerError):
     """A strategy name, option or plug-in that cannot be used."""
 
 
+class MissingPackage(PlannerError):  # noqa: N818 - an answer, not a fault
+    """A package that only an extra of this project installs, and that is not there; the message names the extra."""
+
+
 class BudgetError(PlannerError):
     """A budget that cannot be read, or that no schedule can mean."""

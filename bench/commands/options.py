@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.extras import needs_extra
 from planner.units import read_budget
 
 # What to train, and what its planned form may do: none of them has a default, so that a given one can be told.
@@ -95,7 +97,9 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Make the folder, and notice before the work starts when nothing can be written there."""
+    """Make the folder for figures, and notice before the work starts when none can be drawn or written there."""
+    with needs_extra("bench"):
+        importlib.import_module("matplotlib")
     path.mkdir(parents=True, exist_ok=True)
     check_writable(path / ".writable")
 

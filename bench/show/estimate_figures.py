@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.extras import needs_extra
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
@@ -47,10 +49,11 @@ def _draw_panel(axes: Any, panel: Estimates, groups: Sequence[str], span: tuple[
 @contextmanager
 def _grid(path: Path, count: int, *, title: str) -> Iterator[Any]:
     """`count` axes in rows of three, blank until used; saved to `path` when done."""
-    import matplotlib
+    with needs_extra("bench"):
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
 
     columns = min(3, count)
     rows = -(-count // columns)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.show.residency import Lifeline
+from planner.extras import needs_extra
 from planner.ir import Graph, Phase, Role
 from planner.plan import Plan
 from planner.schedule import Run, RunKind, Schedule, lower
@@ -154,10 +155,11 @@ def axes_for(path: Path, *, width: float = 9.0, height: float = 4.5) -> Iterator
 @contextmanager
 def axes_beside(path: Path, shares: Sequence[float], *, width: float, height: float = 4.5) -> Iterator[list[Any]]:
     """Axes side by side, as wide as their shares; saved to `path` when done."""
-    import matplotlib
+    with needs_extra("bench"):
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
 
     style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.titlesize": 11}
     with pyplot.rc_context(style):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the field's own name for it
 from torch.optim import Optimizer
 
+from planner.extras import needs_extra
+
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -205,12 +207,14 @@ ZOO: dict[str, Maker] = {
 
 def _torchvision_models() -> Any:
     declare_torchvision_ops()
-    return importlib.import_module("torchvision.models")
+    with needs_extra("bench"):
+        return importlib.import_module("torchvision.models")
 
 
 def _transformers() -> Any:
     declare_torchvision_ops()  # every model of transformers probes torchvision
-    return importlib.import_module("transformers")
+    with needs_extra("bench"):
+        return importlib.import_module("transformers")
 
 
 _declared: list[torch.library.Library] = []

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.errors import PlannerError
+from planner.errors import MissingPackage, PlannerError
+from planner.extras import needs_extra
 from strategies.ilp.program import Floats, SparseModel
 from strategies.ilp.silence import quiet_stdout
 
@@ -104,7 +105,9 @@ def _ortools(model: SparseModel, *, time_limit_s: float, gap: float, hint: Float
         with quiet_stdout():
             result = mathopt.solve(program, kind, params=params, model_params=hints)
     except Exception as error:
-        raise SolverError(f"solver=ortools failed: {error}; try ilp:solver=cbc (pip install pulp)") from error
+        raise SolverError(
+            f"solver=ortools failed: {error}; try ilp:solver=cbc (pip install 'recompute-planner[cbc]')"
+        ) from error
     return _from_mathopt(mathopt, program, model, result)
 
 
@@ -154,11 +157,10 @@ def _model_proto(model: SparseModel) -> Any:
 
 def _cbc(model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | None) -> Answer:
     try:
-        import pulp
-    except ImportError as error:
-        raise SolverError(
-            f"solver=cbc needs the package pulp ({error}): pip install pulp, or use ilp:solver=ortools"
-        ) from error
+        with needs_extra("cbc"):
+            import pulp
+    except MissingPackage as missing:
+        raise SolverError(f"solver=cbc: {missing}, or use ilp:solver=ortools") from missing
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP's, of the names that all its releases know
         problem, variables = _pulp_problem(pulp, model)

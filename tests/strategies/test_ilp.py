@@ -374,7 +374,10 @@ def test_the_note_says_who_won():
 
 @pytest.mark.parametrize(
     ("solver", "module", "package"),
-    [(SolverName.ORTOOLS, "ortools.math_opt.python", "ortools"), (SolverName.CBC, "pulp", "pulp")],
+    [
+        (SolverName.ORTOOLS, "ortools.math_opt.python", "ortools"),
+        (SolverName.CBC, "pulp", "'recompute-planner[cbc]'"),
+    ],
 )
 def test_without_its_package_the_error_names_it_and_the_seeds_are_returned(monkeypatch, solver, module, package):
     monkeypatch.setitem(sys.modules, module, None)
