@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from runpy import run_path
 from typing import Any
+
+run_path(f"{__path__[0]}/../planner/shadowing.py")["check"](__path__[0], "planner")
 
 from torch import nn
 from torch.optim import Optimizer
