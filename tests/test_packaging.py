@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -124,6 +125,11 @@ def test_the_version_is_the_same_wherever_it_stands():
     version = PROJECT["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_there_is_a_command_for_who_has_a_bench_of_their_own():
+    module, _, name = PROJECT["scripts"]["recompute-planner"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
 
 
 def test_the_workflow_runs_the_one_command():

@@ -10,10 +10,13 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import PlannerError
+
+ROOT = Path(__file__).parents[2]
 
 
 class FreshProcessError(PlannerError):
@@ -26,8 +29,11 @@ class FreshProcessError(PlannerError):
 
 def row_of(module: str, spec: WorkloadSpec, *arguments: object, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The row that `python -m module SPEC ARGUMENTS` gives by `give_row`; `env` is added to ours."""
-    command = [sys.executable, "-m", module, json.dumps(asdict(spec)), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False)
+    # Not what lies in the folder the user stands in: a `bench` of their own would be found first.
+    command = [sys.executable, "-P", "-m", module, json.dumps(asdict(spec)), *map(str, arguments)]
+    ours = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    added = {"PYTHONPATH": ours, **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **added}, check=False)
     if done.returncode:
         raise FreshProcessError(spec.title, _why_it_died(done.returncode, done.stderr))
     row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -18,7 +18,9 @@ def program(folder, body):
     return row_of("measured_here", SMALL, env={"PYTHONPATH": f"{folder}:{':'.join(filter(None, sys.path))}"})
 
 
-def test_a_process_that_fails_says_what_was_measured_and_why():
+def test_a_process_that_fails_says_what_was_measured_and_why_and_runs_our_bench_beside_another(tmp_path, monkeypatch):
+    (tmp_path / "bench.py").write_text("raise SystemExit('not ours')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(FreshProcessError, match=r"^resnet18 b2 32px: KeyError: 'no such peer'$"):
         row_of("bench.experiments.peers", SMALL, "no such peer", 1)
 
