@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,14 +88,15 @@ class GradSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSlot:
-    """The learning rate of a parameter group, a Python number read anew at each call."""
+    """A number computed from the learning rate of a parameter group, which is read anew at each call."""
 
     group: int
-    negated: bool
+    text: str
+    formula: Callable[[Any], Any] = field(compare=False)
 
     @property
     def name(self) -> str:
-        return f"{'minus_' if self.negated else ''}lr.{self.group}"
+        return f"{self.text}.{self.group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +236,7 @@ class Convention:
             case RateSlot():
                 rate = self.optimizer.param_groups[slot.group]["lr"]
                 rate = rate if isinstance(rate, (int, float)) else float(rate)  # numpy's: as eager reads them
-                return -rate if slot.negated else rate
+                return slot.formula(rate)
             case BatchSlot():
                 return leaves[slot.leaf]
 

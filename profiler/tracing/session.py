@@ -42,7 +42,7 @@ from profiler.tracing.guards import (
     hooks_of,
 )
 from profiler.tracing.inputs import StandIns
-from profiler.tracing.learning_rates import make_rates_live, stand_in_rate
+from profiler.tracing.learning_rates import Rate, RatesKept, make_rates_live
 from profiler.tracing.optimizers import OpaqueStep, refusing_scalers, refusing_schedulers, why_opaque
 from profiler.tracing.patches import (
     Redirect,
@@ -313,8 +313,9 @@ class _Session:
         try:
             for i, group in enumerate(groups):
                 group.watching = False
-                group["lr"] = stand_in_rate(i)
-            type(self.optimizer).step(self.optimizer)
+                group["lr"] = Rate.of(i, saved[i])
+            with RatesKept(self.tracer.graph):
+                type(self.optimizer).step(self.optimizer)
         except Exception as error:
             raise _UntraceableOptimizerError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -422,7 +423,7 @@ class _Session:
     def _make_rates_live(self, module: fx.GraphModule) -> list[RateSlot]:
         if self.opaque_reason:
             return []
-        rates = make_rates_live(module.graph, self.stepped_groups)
+        rates = make_rates_live(module.graph)
         hidden = self.stepped_groups - {slot.group for slot in rates}
         if hidden:
             raise _UntraceableOptimizerError(f"the learning rate of groups {sorted(hidden)} is hidden")
