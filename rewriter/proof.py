@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from planner.errors import PlannerError
 from planner.units import human_bytes
 from profiler.measuring.meters import meter_for, peak_above_start
 from profiler.measuring.restoring import state_kept
@@ -19,7 +20,7 @@ StepFunction = Callable[[Any], Any]
 Observed = dict[tuple[str, str], Tensor]
 
 
-class VerificationError(Exception):
+class VerificationError(PlannerError):
     """The planned step differs from the user's; names the first tensor that does."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from planner.simulator import simulate
 from planner.solve import Problem, solve
 from planner.units import human_bytes
 from profiler.estimating.roofline import with_roofline_times
-from profiler.measuring.memory import available_bytes, is_exhaustion
+from profiler.measuring.memory import OutOfMemory, available_bytes, guarded
 from profiler.measuring.op_times import measure
 from profiler.tracing.whole_step import TracedStep
 from rewriter.budgets import OverBudget, over_budget
@@ -97,12 +96,9 @@ def provisional_schedules(traced: TracedStep, limit_bytes: int) -> Iterator[Sche
 def _measured(traced: TracedStep, batch: Any, schedule: Schedule | None, show_progress: bool) -> TracedStep | None:
     """The measured step; None if memory ran out, with everything let go."""
     try:
-        return measure(traced, batch, schedule=schedule, show_progress=show_progress).traced
-    except (MemoryError, RuntimeError) as error:
-        if not is_exhaustion(error):
-            raise
-    # Outside of the handler, where the error no longer holds the frames and their tensors.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return None
+        return guarded(
+            "measuring the step",
+            lambda: measure(traced, batch, schedule=schedule, show_progress=show_progress).traced,
+        )
+    except OutOfMemory:
+        return None

@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         check_folder(options.out)
     from bench.experiments.profiling import run_profile
-    from bench.machine.exhaustion import guarded
+    from profiler.measuring.memory import guarded
 
     work = workload(options)
     guarded(f"profiling {work.title}", lambda: run_profile(work, out=options.out))

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     spec, budget = one("strategy", strategy_specs(options.strategy)), one("budget", budgets(options.budget))
     from bench.experiments.compare import verify_model
-    from bench.machine.exhaustion import guarded
+    from profiler.measuring.memory import guarded
 
     work = workload(options)
     exact = guarded(f"verifying {work.title}", lambda: verify_model(work, spec, budget, steps=options.steps))

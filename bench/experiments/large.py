@@ -26,7 +26,7 @@ from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, solve
 from planner.units import human_bytes, parse_budget
-from profiler.estimating.devices import device as find_device
+from profiler.estimating.devices import find_device
 from profiler.estimating.roofline import estimated
 from profiler.tracing.whole_step import capture_without_memory
 

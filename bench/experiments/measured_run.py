@@ -12,7 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import strategies
 from bench.machine.clock import clock_for, gradients_put_back, spread
-from bench.machine.exhaustion import OutOfMemory, guarded
 from bench.machine.memory import check_fits
 from bench.show.terminal import console, say
 from bench.workloads.spec import WorkloadSpec
@@ -22,6 +21,7 @@ from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget
+from profiler.measuring.memory import OutOfMemory, guarded
 from profiler.measuring.op_times import Measured, measure
 from profiler.tracing.whole_step import TracedStep
 from rewriter.proof import Observation, Verification, compare, observe

@@ -15,13 +15,13 @@ from rich.progress import Progress
 
 from bench.experiments.planning import LAYERED_NODES, SYNTHETIC, as_json, compare_graph
 from bench.experiments.smallest import SmallestRow, print_smallest, smallest_budgets
-from bench.machine.exhaustion import guarded
 from bench.machine.memory import check_fits
 from bench.machine.row_files import command_line, save_rows
 from bench.show.terminal import console, graph_caption, print_comparison, say, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
 from profiler.estimating.roofline import with_roofline_times
+from profiler.measuring.memory import guarded
 from profiler.measuring.op_times import measure
 
 MODELS = (

@@ -14,7 +14,6 @@ from typing import Any
 
 import strategies
 from bench.experiments.measured_run import PROVEN_STEPS, run_comparison
-from bench.machine.exhaustion import OutOfMemory, guarded
 from bench.machine.memory import lack_of
 from bench.machine.row_files import command_line, resumed_rows, save_rows, slug
 from bench.show import batch_figures as figures_batches
@@ -26,6 +25,7 @@ from planner.schedule import lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes, parse_budget
+from profiler.measuring.memory import OutOfMemory, guarded
 from profiler.measuring.op_times import measure
 from profiler.tracing.without_memory import made_without_memory
 

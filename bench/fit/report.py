@@ -30,8 +30,7 @@ from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes
 from profiler.errors import CaptureError
-from profiler.estimating.devices import DEVICES, Device
-from profiler.estimating.devices import device as find_device
+from profiler.estimating.devices import DEVICES, Device, find_device
 from profiler.estimating.roofline import OpCost, op_costs, with_costs
 from profiler.tracing.gpu_kernels import Substitution, Target
 from profiler.tracing.whole_step import TracedStep, capture, capture_without_memory

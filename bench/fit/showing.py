@@ -16,8 +16,7 @@ from bench.workloads.spec import WorkloadSpec
 from bench.workloads.zoo import Workload
 from planner.ir import Role
 from planner.units import human_bytes
-from profiler.estimating.devices import DEVICES, Device
-from profiler.estimating.devices import device as find_device
+from profiler.estimating.devices import DEVICES, Device, find_device
 
 
 def run_fit(

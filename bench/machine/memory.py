@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.machine.exhaustion import OutOfMemory
 from planner.ir import Graph, Role
 from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.units import human_bytes
-from profiler.measuring.memory import available_bytes
+from profiler.measuring.memory import OutOfMemory, available_bytes
 from profiler.tracing.whole_step import TracedStep
 
 # A process needs more than its tensors, and workspaces are not known before they are measured: this share of what is

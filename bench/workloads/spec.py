@@ -105,7 +105,7 @@ class WorkloadSpec:
 
     def make(self) -> Workload:
         """The train step, model, optimizer and batch; WorkloadError names what cannot be had."""
-        device = find_device(self.device)
+        device = torch_device(self.device)
         if self.dtype not in DTYPES:
             raise WorkloadError(f"unknown dtype {self.dtype!r}: there are float32 and bfloat16 (autocast)")
         maker = _imported(self.source) if self.source else _from_zoo(self.model)
@@ -135,7 +135,7 @@ class WorkloadSpec:
         )
 
 
-def find_device(name: str, api: Any = torch.cuda) -> torch.device:
+def torch_device(name: str, api: Any = torch.cuda) -> torch.device:
     """The device of that name; WorkloadError if it is not there. `api` is torch.cuda, or a stand-in in tests."""
     kind, colon, number = name.partition(":")
     if name == "cpu":

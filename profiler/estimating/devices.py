@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,8 @@ CONTEXT_BYTES = GIB // 2
 # tensors, 20 MiB up to 10 MiB, above that multiples of 2 MiB) and splits them; what lies unused between is this share.
 BLOCK_BYTES = 512
 FRAGMENTATION_SHARE = 0.05
-# PyTorch's own cuBLAS workspace (":4096:2:16:8"), and its larger one from Hopper on.
+# PyTorch's own cuBLAS workspace (":4096:2:16:8").
 CUBLAS_WORKSPACE_BYTES = 8 * MIB + 128 * 2**10
-HOPPER_WORKSPACE_BYTES = 32 * MIB
 
 
 def cuda_workspaces(matmul_bytes: int = CUBLAS_WORKSPACE_BYTES) -> dict[OpKind, Workspace]:
@@ -142,122 +141,7 @@ def cuda_workspaces(matmul_bytes: int = CUBLAS_WORKSPACE_BYTES) -> dict[OpKind, 
     }
 
 
-def _cuda(
-    name: str,
-    *,
-    memory_gib: int,
-    seen_gib: float,
-    gb_per_s: float,
-    tflops: Mapping[str, float],
-    source: str,
-    matmul_workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
-) -> Device:
-    """A CUDA device with the allowances above. `seen_gib` is the capacity that the driver reports to programs."""
-    return Device(
-        name=name,
-        memory_bytes=memory_gib * GIB,
-        flops_per_s=tflops["float32"] * 1e12,
-        bytes_per_s=gb_per_s * 1e9,
-        launch_us=LAUNCH_US,
-        flops_by_dtype={dtype: rate * 1e12 for dtype, rate in tflops.items()},
-        arithmetic_share=ARITHMETIC_SHARE,
-        bandwidth_share=BANDWIDTH_SHARE,
-        block_bytes=BLOCK_BYTES,
-        reserved_bytes=int((memory_gib - seen_gib) * GIB) + CONTEXT_BYTES,
-        fragmentation_share=FRAGMENTATION_SHARE,
-        workspaces=cuda_workspaces(matmul_workspace_bytes),
-        source=source,
-    )
-
-
-_AMPERE = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
-# Without bfloat16: there are no tensor cores for it, and PyTorch's kernels compute it at float32's rate at best.
-_VOLTA = {"float32": 15.7, "float16": 125.0}
-
-# Capacities seen by programs: for the A100-40, L4, T4, V100-32 and RTX 4090 as users report them from PyTorch's own
-# messages (or a little less), for the others an allowance of the same kind. Rates of consumer cards are those with
-# float32 accumulation.
-_KNOWN = (
-    _cuda(
-        "A100-40",
-        memory_gib=40,
-        seen_gib=39.4,
-        gb_per_s=1555,
-        tflops=_AMPERE,
-        source="NVIDIA A100 Tensor Core GPU Datasheet (A100 40GB SXM)",
-    ),
-    _cuda(
-        "A100-80",
-        memory_gib=80,
-        seen_gib=79.1,
-        gb_per_s=2039,
-        tflops=_AMPERE,
-        source="NVIDIA A100 Tensor Core GPU Datasheet (A100 80GB SXM)",
-    ),
-    _cuda(
-        "H100-80",
-        memory_gib=80,
-        seen_gib=79.1,
-        gb_per_s=3350,
-        tflops={"float32": 67.0, "tf32": 494.5, "float16": 989.5, "bfloat16": 989.5},
-        source="NVIDIA H100 Tensor Core GPU Datasheet (H100 SXM; rates given with sparsity are halved)",
-        matmul_workspace_bytes=HOPPER_WORKSPACE_BYTES,
-    ),
-    _cuda(
-        "L4",
-        memory_gib=24,
-        seen_gib=22.0,
-        gb_per_s=300,
-        tflops={"float32": 30.3, "tf32": 60.0, "float16": 121.0, "bfloat16": 121.0},
-        source="NVIDIA L4 Tensor Core GPU Datasheet (rates given with sparsity are halved)",
-    ),
-    _cuda(
-        "T4",
-        memory_gib=16,
-        seen_gib=14.56,
-        gb_per_s=300,
-        tflops={"float32": 8.1, "float16": 65.0},
-        source="NVIDIA T4 Tensor Core GPU Datasheet; no bfloat16 or TF32 tensor cores: both at float32's rate",
-    ),
-    _cuda(
-        "V100-16",
-        memory_gib=16,
-        seen_gib=15.77,
-        gb_per_s=900,
-        tflops=_VOLTA,
-        source="NVIDIA V100 Tensor Core GPU Datasheet (SXM2 16GB); no bfloat16 or TF32 tensor cores: float32's rate",
-    ),
-    _cuda(
-        "V100-32",
-        memory_gib=32,
-        seen_gib=31.74,
-        gb_per_s=900,
-        tflops=_VOLTA,
-        source="NVIDIA V100 Tensor Core GPU Datasheet (SXM2 32GB); no bfloat16 or TF32 tensor cores: float32's rate",
-    ),
-    _cuda(
-        "RTX3090",
-        memory_gib=24,
-        seen_gib=23.5,
-        gb_per_s=936,
-        tflops={"float32": 35.6, "tf32": 35.6, "float16": 71.0, "bfloat16": 71.0},
-        source="NVIDIA Ampere GA102 GPU Architecture whitepaper (GeForce RTX 3090, float32 accumulation)",
-    ),
-    _cuda(
-        "RTX4090",
-        memory_gib=24,
-        seen_gib=23.5,
-        gb_per_s=1008,
-        tflops={"float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloat16": 165.2},
-        source="NVIDIA Ada GPU Architecture whitepaper (GeForce RTX 4090, float32 accumulation)",
-    ),
-)
-
-# Name -> device, the smallest memory first.
-DEVICES: Mapping[str, Device] = {d.name: d for d in sorted(_KNOWN, key=lambda d: (d.usable_bytes, d.name))}
-
-
-def device(name_or_path: str) -> Device:
+def find_device(name_or_path: str) -> Device:
     """A known device by name, in any case, with or without its dashes; or the user's own, by a TOML file.
 
     "cpu" is the CPU at hand, by a benchmark of some seconds.
@@ -272,7 +156,7 @@ def device(name_or_path: str) -> Device:
     These may follow: tf32_tflops, float16_tflops, bfloat16_tflops (left out: at float32's rate, and no flash
     attention without the last), launch_us, arithmetic_share, bandwidth_share, reserved_gib, fragmentation_share,
     block_bytes, matmul_workspace_mib, convolution_workspace_share, source. Left out, they are what is allowed for
-    every CUDA device.
+    every CUDA device. In place of reserved_gib, seen_gib may say how much of the memory the driver shows to programs.
     """
     path = Path(name_or_path)
     if path.suffix.lower() == ".toml" or path.is_file():
@@ -295,7 +179,7 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.casefold() if c.isalnum()).removesuffix("gb").removeprefix("nvidia")
 
 
-# -- a user's own -----------------------------------------------------------------------------------------------------
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +214,7 @@ _NUMBERS = {
     "arithmetic_share": _Number(_SHARE, 0, 1),
     "bandwidth_share": _Number(_SHARE, 0, 1),
     "reserved_gib": _Number("a number of at least 0", 0, least_is_allowed=True),
+    "seen_gib": _Number(_ABOVE_ZERO, 0),
     "fragmentation_share": _Number("a share from 0 to 0.9", 0, 0.9, least_is_allowed=True),
     "block_bytes": _Number("a whole number of at least 1", 1, whole=True, least_is_allowed=True),
     "matmul_workspace_mib": _Number("a number of at least 0", 0, least_is_allowed=True),
@@ -339,14 +224,18 @@ _TEXTS = {"name": True, "source": False}  # whether it is needed
 
 
 def _from_file(path: Path) -> Device:
+    given = _read(path)
+    _check_fields(path, given)
+    return _built(given, source=f"the file {path}")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DeviceError(f"{path}: no such device file; known by name are {', '.join(DEVICES)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DeviceError(f"{path}: not a TOML file: {error}") from None
-    _check_fields(path, given)
-    return _built(given, source=f"the file {path}")
 
 
 def _check_fields(path: Path, given: Mapping[str, Any]) -> None:
@@ -365,6 +254,12 @@ def _check_fields(path: Path, given: Mapping[str, Any]) -> None:
         raise DeviceError(
             f"{path}: reserved_gib = {given['reserved_gib']!r}: expected less than memory_gib = {given['memory_gib']!r}"
         )
+    if given.get("seen_gib", 0) > given["memory_gib"]:
+        raise DeviceError(
+            f"{path}: seen_gib = {given['seen_gib']!r}: expected at most memory_gib = {given['memory_gib']!r}"
+        )
+    if {"seen_gib", "reserved_gib"} <= given.keys():
+        raise DeviceError(f"{path}: seen_gib and reserved_gib say the same thing: leave one out")
 
 
 def _built(given: Mapping[str, Any], *, source: str) -> Device:
@@ -385,8 +280,29 @@ def _built(given: Mapping[str, Any], *, source: str) -> Device:
         arithmetic_share=given.get("arithmetic_share", ARITHMETIC_SHARE),
         bandwidth_share=given.get("bandwidth_share", BANDWIDTH_SHARE),
         block_bytes=given.get("block_bytes", BLOCK_BYTES),
-        reserved_bytes=min(memory_bytes, int(given.get("reserved_gib", CONTEXT_BYTES / GIB) * GIB)),
+        reserved_bytes=min(memory_bytes, _reserved_bytes(given)),
         fragmentation_share=given.get("fragmentation_share", FRAGMENTATION_SHARE),
         workspaces=workspaces,
         source=given.get("source", source),
     )
+
+
+def _reserved_bytes(given: Mapping[str, Any]) -> int:
+    if "reserved_gib" in given:
+        return int(given["reserved_gib"] * GIB)
+    return int((given["memory_gib"] - given.get("seen_gib", given["memory_gib"])) * GIB) + CONTEXT_BYTES
+
+
+# -- known ones --------------------------------------------------------------------------------------------------------
+
+_CATALOGUE = Path(__file__).with_name("devices.toml")
+
+
+def _known() -> Iterator[Device]:
+    for given in _read(_CATALOGUE)["device"]:
+        _check_fields(_CATALOGUE, given)
+        yield _built(given, source="")
+
+
+# Name -> device, the smallest memory first.
+DEVICES: Mapping[str, Device] = {d.name: d for d in sorted(_known(), key=lambda d: (d.usable_bytes, d.name))}

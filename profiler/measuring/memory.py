@@ -1,14 +1,20 @@
-"""How much memory a device can still give, and whether a failure means that it gave out."""
+"""How much memory a device can still give, and what happens where it gives out."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from planner.errors import PlannerError
+
+T = TypeVar("T")
 
 # How the CPU's allocator says it; it raises a plain RuntimeError.
 _CPU_WORDS = ("can't allocate memory", "not enough memory")
@@ -19,6 +25,26 @@ def is_exhaustion(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+
+
+class OutOfMemory(PlannerError):  # noqa: N818 - an answer, not a fault
+    """The machine's memory was not enough for a step, or would not be."""
+
+
+def guarded(what: str, call: Callable[[], T]) -> T:
+    """`call()`; OutOfMemory that says during `what` if memory runs out, with everything it held let go."""
+    said = ""
+    try:
+        return call()
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhaustion(error):
+            raise
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # Outside of the handler, where the error no longer holds the frames and their tensors.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    raise OutOfMemory(f"out of memory while {what}: {said}")
 
 
 def available_bytes(device: torch.device, api: Any = torch.cuda, *, root: Path = Path("/")) -> int:

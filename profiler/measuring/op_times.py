@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from planner.ir import Graph, Rerun, Timing, TimingKind
 from planner.plan import Plan
 from planner.schedule import Run, RunKind, Schedule, lower
+from profiler.errors import CaptureError
 from profiler.measuring.meters import MemorySample, Meter, meter_for
 from profiler.measuring.restoring import state_kept
 from profiler.ops import inplace_call, memory_of
@@ -73,7 +74,7 @@ def measure(
     convention = traced.convention
     wrong = convention.check(batch)
     if wrong:
-        raise ValueError(f"not the batch, model or optimizer that was captured: {'; '.join(wrong[:3])}")
+        raise CaptureError(f"not the batch, model or optimizer that was captured: {'; '.join(wrong[:3])}")
     meter = meter or meter_for(_device(traced))
     schedule = schedule if schedule is not None else lower(traced.graph, Plan())
     with (

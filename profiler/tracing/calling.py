@@ -19,6 +19,7 @@ from planner.ir import Role
 from profiler.errors import CaptureError
 from profiler.tracing.guards import Guards
 from profiler.tracing.optimizers import make_lazy_state
+from profiler.tracing.typed_graph import Port
 
 # -- where an input is read ---------------------------------------------------------------------------------
 
@@ -112,12 +113,13 @@ class BatchSlot:
 
 InputSlot = ParamSlot | BufferSlot | StateSlot | GradSlot | RateSlot | BatchSlot
 
-ROLES: dict[type, Role] = {
+_INPUT_ROLES: dict[type, Role | None] = {
     ParamSlot: Role.PARAM,
     BufferSlot: Role.BUFFER,
     StateSlot: Role.OPT_STATE,
     GradSlot: Role.GRADIENT,
     BatchSlot: Role.INPUT,
+    RateSlot: None,
 }
 
 
@@ -132,6 +134,8 @@ class ReturnOut:
 
 
 OutputSlot = ReturnOut | GradSlot | BufferSlot
+
+_OUTPUT_ROLES: dict[type, Role] = {ReturnOut: Role.OUTPUT, GradSlot: Role.GRADIENT, BufferSlot: Role.BUFFER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,16 @@ class Convention:
     result: Result
     training_after: tuple[tuple[nn.Module, bool], ...]
     guards: Guards
+
+    @property
+    def ports(self) -> tuple[Port, ...]:
+        """Name and role of every input, in placeholder order."""
+        return tuple(Port(name=slot.name, role=_INPUT_ROLES[type(slot)]) for slot in self.inputs)
+
+    @property
+    def output_roles(self) -> tuple[Role, ...]:
+        """The role of every output, in their order."""
+        return tuple(_OUTPUT_ROLES[type(slot)] for slot in self.outputs)
 
     def check(self, batch: Any) -> list[str]:
         """What no longer matches the captured step; empty where the graph may run."""

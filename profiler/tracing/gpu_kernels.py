@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from planner.ir import Graph, Rerun
 from profiler.ops import UNORDERED_ON_CUDA, memory_of
+from profiler.tracing.patches import patched
 
 aten = torch.ops.aten
 
@@ -123,19 +124,13 @@ class GpuKernels(TorchFunctionMode):
     @contextmanager
     def _inside_attention(self) -> Iterator[None]:
         """torch's own multi-head attention calls further functions with this mode off: it finds ours by their names."""
-        names = ("dropout", "softmax", "scaled_dot_product_attention")
-        saved = {name: getattr(F, name) for name in names}
 
         def ours(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: self.__torch_function__(function, (), args, kwargs)
 
-        try:
-            for name, function in saved.items():
-                setattr(F, name, ours(function))
+        names = ("dropout", "softmax", "scaled_dot_product_attention")
+        with patched([(F, name, ours(getattr(F, name))) for name in names]):
             yield
-        finally:
-            for name, function in saved.items():
-                setattr(F, name, function)
 
     # -- dropout ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from profiler.errors import CaptureError
 from profiler.tracing.guards import Autocast
+from profiler.tracing.patches import patched, with_subclasses
 
 # Fused kernels take the learning rate as a number and do their corrections inside, from a step counter that
 # is a tensor: traced, they are the very call that eager makes.
@@ -100,20 +101,8 @@ def _run_init_group(optimizer: Optimizer, group: dict[str, Any], params: Sequenc
         return  # its state stays lazy: an opaque step makes it, uncounted the first time
     stateless = [p for p in params if not optimizer.state.get(p)]
     lists: list[list[Any]] = [[] for _ in list(inspect.signature(init).parameters)[2:]]
-    with _stand_in_gradients(stateless), torch.no_grad():
+    with patched((p, "grad", p.detach()) for p in stateless), torch.no_grad():
         init(optimizer, {**group, "params": stateless}, *lists)
-
-
-@contextmanager
-def _stand_in_gradients(params: Sequence[Tensor]) -> Iterator[None]:
-    saved = [p.grad for p in params]
-    for p in params:
-        p.grad = p.detach()
-    try:
-        yield
-    finally:
-        for p, grad in zip(params, saved, strict=True):
-            p.grad = grad
 
 
 class _HasTensor(Protocol):
@@ -171,7 +160,7 @@ def refusing_schedulers() -> Iterator[None]:
             "instead: the learning rate is read anew each time"
         )
 
-    with _replaced(LRScheduler, ("step",), lambda method: refuse):
+    with patched(with_subclasses(LRScheduler, ("step",), lambda method: refuse)):
         yield
 
 
@@ -191,24 +180,5 @@ def refusing_scalers() -> Iterator[None]:
 
         return call
 
-    with _replaced(GradScaler, ("scale", "unscale_", "step", "update"), unless_enabled):
+    with patched(with_subclasses(GradScaler, ("scale", "unscale_", "step", "update"), unless_enabled)):
         yield
-
-
-@contextmanager
-def _replaced(base: type, names: Sequence[str], make: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, methods of a class and of its subclasses are what `make` makes of them."""
-    classes = [base, *_subclasses(base)]
-    saved = [(cls, name, vars(cls)[name]) for cls in classes for name in names if name in vars(cls)]
-    for cls, name, method in saved:
-        setattr(cls, name, make(method))
-    try:
-        yield
-    finally:
-        for cls, name, method in saved:
-            setattr(cls, name, method)
-
-
-def _subclasses(cls: type) -> list[Any]:
-    direct: list[Any] = cls.__subclasses__()
-    return [found for sub in direct for found in (sub, *_subclasses(sub))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,46 @@ from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
+
+Patch = tuple[Any, str, Any]
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Inside, each (owner, name, value) is an attribute of its owner; afterwards what was there, or nothing."""
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in patches:
+            saved.append((owner, name, _own(owner, name)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, before in reversed(saved):
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+_ABSENT = object()
+
+
+def _own(owner: Any, name: str) -> Any:
+    """What the owner itself has under a name, not what its class would lend it."""
+    if name in vars(owner):
+        return vars(owner)[name]
+    return getattr(owner, name) if hasattr(getattr(type(owner), name, None), "__set__") else _ABSENT
+
+
+def with_subclasses(base: type, names: Iterable[str], make: Callable[[Any], Any]) -> list[Patch]:
+    """Patches by which these methods of a class and of its subclasses are what `make` makes of them."""
+    classes, wanted = [base, *_subclasses(base)], list(names)
+    return [(cls, name, make(vars(cls)[name])) for cls in classes for name in wanted if name in vars(cls)]
+
+
+def _subclasses(cls: type) -> list[Any]:
+    direct: list[Any] = cls.__subclasses__()
+    return [found for sub in direct for found in (sub, *_subclasses(sub))]
 
 
 @contextmanager
@@ -169,14 +209,9 @@ def watched_autograd(around: Callable[..., Any], on_gradients: Callable[[Any, An
         with around(accumulate_grad):
             return saved[2](*args, accumulate_grad=accumulate_grad, **kwargs)
 
-    torch.autograd.backward = backward
-    torch.autograd.grad = grad
-    torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
-    try:
+    ours = {"backward": backward, "grad": grad, "_engine_run_backward": engine}
+    with patched((torch.autograd, name, function) for name, function in ours.items()):
         yield
-    finally:
-        torch.autograd.backward, torch.autograd.grad = saved[:2]
-        torch.autograd._engine_run_backward = saved[2]  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -202,7 +237,6 @@ def noted_generator_resets(note: Callable[[], None]) -> Iterator[None]:
     """Call `note` whenever the step sets or seeds a default generator: the graph would not do it again."""
     places = [(torch, "set_rng_state"), (torch, "manual_seed"), (torch.random, "set_rng_state")]
     places += [(torch.random, "manual_seed"), (torch.cuda, "set_rng_state"), (torch.cuda, "manual_seed_all")]
-    saved = [(module, name, getattr(module, name)) for module, name in places]
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -211,13 +245,8 @@ def noted_generator_resets(note: Callable[[], None]) -> Iterator[None]:
 
         return call
 
-    for module, name, function in saved:
-        setattr(module, name, noting(function))
-    try:
+    with patched((module, name, noting(getattr(module, name))) for module, name in places):
         yield
-    finally:
-        for module, name, function in saved:
-            setattr(module, name, function)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from planner.ir import Phase
 from profiler.errors import is_machinery
+from profiler.tracing.patches import patched
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 
@@ -60,11 +61,8 @@ class Stamper:
             self._stamp(node)
             return node
 
-        tracer.create_node = create_and_stamp
-        try:
+        with patched([(tracer, "create_node", create_and_stamp)]):
             yield
-        finally:
-            del tracer.create_node
         self._settle(Phase.OPTIMIZER)
 
     @contextmanager

@@ -22,10 +22,15 @@ from profiler.ops import (
     without_side_effect,
     written,
 )
-from profiler.tracing.calling import ROLES, BufferSlot, Convention, GradSlot, InputSlot, RateSlot, ReturnOut
 from profiler.tracing.provenance import GRADIENT_OF, origin_of
 
-_OUTPUT_ROLES = {ReturnOut: Role.OUTPUT, GradSlot: Role.GRADIENT, BufferSlot: Role.BUFFER}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """What a placeholder holds; a number, not a tensor, has no role."""
+
+    name: str
+    role: Role | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +43,15 @@ class Lifted:
     gradients: Mapping[str, int]
 
 
-def lift(module: fx.GraphModule, convention: Convention, *, name: str) -> Lifted:
+def lift(module: fx.GraphModule, inputs: Sequence[Port], outputs: Sequence[Role], *, name: str) -> Lifted:
     """The validated Graph of a cleaned module; names its placeholders after what they hold."""
-    _rename_placeholders(module, convention.inputs)
-    return _Lifter(module, convention, name).run()
+    _rename_placeholders(module, inputs)
+    return _Lifter(module, inputs, outputs, name).run()
 
 
-def _rename_placeholders(module: fx.GraphModule, slots: Sequence[InputSlot]) -> None:
-    for slot, node in zip(slots, module.graph.find_nodes(op="placeholder"), strict=True):
-        node._rename(re.sub(r"\W", "_", slot.name))
+def _rename_placeholders(module: fx.GraphModule, ports: Sequence[Port]) -> None:
+    for port, node in zip(ports, module.graph.find_nodes(op="placeholder"), strict=True):
+        node._rename(re.sub(r"\W", "_", port.name))
         node.target = node.name
     module.recompile()
 
@@ -54,9 +59,10 @@ def _rename_placeholders(module: fx.GraphModule, slots: Sequence[InputSlot]) -> 
 class _Lifter:
     """One walk over the nodes; ids are given in execution order."""
 
-    def __init__(self, module: fx.GraphModule, convention: Convention, name: str) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Port], outputs: Sequence[Role], name: str) -> None:
         self.graph = module.graph
-        self.convention = convention
+        self.inputs = inputs
+        self.outputs = outputs
         self.name = name
         self.ops: list[Op] = []
         self.values: list[Value] = []
@@ -68,13 +74,13 @@ class _Lifter:
 
     def run(self) -> Lifted:
         roles = self._roles()
-        slots = iter(self.convention.inputs)
+        ports = iter(self.inputs)
         for node in self.graph.nodes:
             match node.op:
                 case "placeholder":
-                    slot = next(slots)
-                    if not isinstance(slot, RateSlot):
-                        self._add_value(node, producer=None, role=ROLES[type(slot)])
+                    role = next(ports).role
+                    if role is not None:
+                        self._add_value(node, producer=None, role=role)
                 case "get_attr" if isinstance(node.meta.get("val"), Tensor):
                     self._add_value(node, producer=None, role=Role.BUFFER)
                 case "call_function" if not is_getitem(node):
@@ -175,8 +181,8 @@ class _Lifter:
         for node in self.graph.nodes:
             if node.op == "call_function" and not is_getitem(node):
                 self._note_backward_reads(node, roles)
-        for slot, node in zip(self.convention.outputs, self._outputs(), strict=True):
-            roles[storage_root(node)] = _OUTPUT_ROLES[type(slot)]
+        for role, node in zip(self.outputs, self._outputs(), strict=True):
+            roles[storage_root(node)] = role
         for node in self.graph.nodes:
             if GRADIENT_OF in node.meta:
                 roles[storage_root(node)] = Role.GRADIENT

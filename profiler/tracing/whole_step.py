@@ -107,7 +107,7 @@ def capture(
         if trace.opaque_reason:
             raise CaptureError(f"early updates need the optimizer inside the graph: {trace.opaque_reason}")
         updates.update_early(trace.module)
-    lifted = lift(trace.module, convention, name=name or type(model).__name__)
+    lifted = lift(trace.module, convention.ports, convention.output_roles, name=name or type(model).__name__)
     return TracedStep(
         graph=lifted.graph if kernels is None else as_on_gpu(lifted.graph),
         module=trace.module,

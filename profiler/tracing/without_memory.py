@@ -13,7 +13,7 @@ from torch.nn import init
 
 from planner.errors import PlannerError
 from profiler.errors import CaptureError, explain
-from profiler.tracing.patches import generators_kept
+from profiler.tracing.patches import generators_kept, patched
 
 
 @contextmanager
@@ -26,19 +26,14 @@ def without_memory() -> Iterator[None]:
 @contextmanager
 def _no_initial_values() -> Iterator[None]:
     """The functions of torch.nn.init do nothing: there is nothing to fill, and some of them read what they filled."""
-    public = {name: value for name, value in vars(init).items() if not name.startswith("_")}
-    saved = {name: value for name, value in public.items() if name.endswith("_") and callable(value)}
 
     def untouched(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor
 
-    try:
-        for name in saved:
-            setattr(init, name, untouched)
+    public = {name: value for name, value in vars(init).items() if not name.startswith("_")}
+    filling = [name for name, value in public.items() if name.endswith("_") and callable(value)]
+    with patched((init, name, untouched) for name in filling):
         yield
-    finally:
-        for name, function in saved.items():
-            setattr(init, name, function)
 
 
 def made_without_memory(make: Callable[[int], Any], batch_size: int) -> Any:

@@ -14,12 +14,12 @@ import bench.experiments.sweep
 from bench.__main__ import main
 from bench.experiments.accuracy import measure_accuracy
 from bench.experiments.sweep import run_sweep, sweep_cells
-from bench.machine.exhaustion import OutOfMemory
 from bench.machine.row_files import resumed_rows, save_rows
 from bench.show.batch_figures import latency_label, reduction_label
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import FileFormatError
 from planner.synthetic import residual_tower
+from profiler.measuring.memory import OutOfMemory
 from tests.bench import small
 
 WORK = "tests.bench.small:make"

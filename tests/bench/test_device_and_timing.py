@@ -5,8 +5,8 @@ import torch
 
 from bench.__main__ import main
 from bench.machine.clock import Clock, spread
-from bench.machine.exhaustion import OutOfMemory, guarded, is_exhaustion
-from bench.workloads.spec import WorkloadError, WorkloadSpec, find_device, moved
+from bench.workloads.spec import WorkloadError, WorkloadSpec, moved, torch_device
+from profiler.measuring.memory import OutOfMemory, guarded, is_exhaustion
 
 
 class FakeCuda:
@@ -41,20 +41,20 @@ def test_a_gpu_that_is_not_there_is_told_before_any_work(name, command, capsys, 
 
 
 def test_devices_by_name():
-    assert find_device("cpu", FakeCuda(devices=0)) == torch.device("cpu")
-    assert find_device("cuda", FakeCuda()) == torch.device("cuda", 0)
-    assert find_device("cuda:1", FakeCuda()) == torch.device("cuda", 1)
+    assert torch_device("cpu", FakeCuda(devices=0)) == torch.device("cpu")
+    assert torch_device("cuda", FakeCuda()) == torch.device("cuda", 0)
+    assert torch_device("cuda:1", FakeCuda()) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", ""])
 def test_a_device_of_no_known_name_is_refused(name):
     with pytest.raises(WorkloadError, match="there are cpu, cuda and cuda:N"):
-        find_device(name, FakeCuda())
+        torch_device(name, FakeCuda())
 
 
 def test_a_device_number_that_is_not_there_says_how_many_are():
     with pytest.raises(WorkloadError, match="--device cuda:2: there are 2 CUDA devices"):
-        find_device("cuda:2", FakeCuda())
+        torch_device("cuda:2", FakeCuda())
 
 
 def test_moving_takes_the_model_and_every_tensor_of_the_batch_along():

@@ -13,9 +13,9 @@ import bench.show.terminal
 from bench.__main__ import main
 from bench.experiments.measured_run import PROVEN_STEPS
 from bench.experiments.sweep import run_sweep
-from bench.machine.exhaustion import OutOfMemory
 from bench.machine.memory import HEADROOM, Need, check_fits, lack, need_of
 from bench.workloads.spec import WorkloadSpec
+from profiler.measuring.memory import OutOfMemory
 from rewriter.proof import observe
 
 SPEC = WorkloadSpec(source="tests.bench.small:make", batch=8)

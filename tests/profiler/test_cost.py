@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from planner.ir import TimingKind
-from profiler.estimating.devices import Workspace, device
+from profiler.estimating.devices import Workspace, find_device
 from profiler.estimating.kinds import OpKind, kind_of
 from profiler.estimating.roofline import (
     Device,
@@ -229,7 +229,7 @@ def test_views_are_free_and_storages_lie_in_whole_blocks(traced):
 
 
 def test_an_estimate_says_what_it_is_for(traced):
-    assert str(estimated(traced, device("t4")).timing) == "estimated for T4"
+    assert str(estimated(traced, find_device("t4")).timing) == "estimated for T4"
 
 
 def test_the_fixed_roofline_gives_the_numbers_that_it_always_gave(traced):

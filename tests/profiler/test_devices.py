@@ -5,7 +5,17 @@ import torch
 
 from planner.errors import PlannerError
 from profiler.estimating import calibration
-from profiler.estimating.devices import A100, BLOCK_BYTES, DEVICES, GIB, Device, DeviceError, Workspace, device
+from profiler.estimating.devices import (
+    A100,
+    BLOCK_BYTES,
+    CONTEXT_BYTES,
+    DEVICES,
+    GIB,
+    Device,
+    DeviceError,
+    Workspace,
+    find_device,
+)
 from profiler.estimating.kinds import OpKind
 
 GOOD = """\
@@ -27,19 +37,19 @@ def written(tmp_path, text):
 
 @pytest.mark.parametrize("name", ["A100-40", "a100-40", "A100_40", "a100 40GB", "NVIDIA A100-40"])
 def test_a_device_is_found_however_its_name_is_written(name):
-    assert device(name) is DEVICES["A100-40"]
+    assert find_device(name) is DEVICES["A100-40"]
 
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(DeviceError) as raised:
-        device("A100")
+        find_device("A100")
     assert all(name in str(raised.value) for name in ("'A100'", *DEVICES, "my_card.toml"))
     assert isinstance(raised.value, PlannerError)
 
 
 def test_the_cpu_is_described_by_a_benchmark(monkeypatch):
     monkeypatch.setattr(calibration, "calibrated_cpu", lambda: A100)
-    assert device("CPU") is A100
+    assert find_device("CPU") is A100
 
 
 def test_every_device_cites_its_source_and_can_do_something():
@@ -128,7 +138,7 @@ def test_a_workspace_is_a_number_of_bytes_and_a_share_of_what_an_op_reads_or_mak
 
 def test_four_figures_make_a_device(tmp_path):
     path = written(tmp_path, GOOD)
-    mine = device(path)
+    mine = find_device(path)
     assert (mine.name, mine.memory_bytes, mine.bytes_per_s, mine.flops_per_s) == ("my card", 24 * GIB, 936e9, 35.6e12)
     assert mine.flops_for(torch.bfloat16) == mine.flops_for(torch.float32)
     assert mine.source == f"the file {path}"
@@ -152,7 +162,7 @@ matmul_workspace_mib = 1
 convolution_workspace_share = 0.5
 source = "its box"
 """
-    mine = device(written(tmp_path, GOOD + extra))
+    mine = find_device(written(tmp_path, GOOD + extra))
     assert mine.flops_for(torch.float32, OpKind.CONVOLUTION) == 40e12
     assert (mine.flops_for(torch.float16), mine.flops_for(torch.bfloat16)) == (71e12, 72.5e12)
     assert (mine.launch_us, mine.arithmetic_share, mine.bandwidth_share, mine.block_bytes) == (0, 1, 0.9, 256)
@@ -168,7 +178,7 @@ def test_a_missing_figure_is_named(tmp_path, field):
     text = "".join(line for line in GOOD.splitlines(keepends=True) if not line.startswith(field))
     path = written(tmp_path, text)
     with pytest.raises(DeviceError, match=rf"card\.toml: the field {field} is missing"):
-        device(path)
+        find_device(path)
 
 
 @pytest.mark.parametrize(
@@ -204,18 +214,32 @@ def test_a_bad_field_is_named_with_its_value_and_what_is_expected(tmp_path, line
     kept = "".join(other for other in GOOD.splitlines(keepends=True) if not other.startswith(f"{field} "))
     path = written(tmp_path, kept + line + "\n")
     with pytest.raises(DeviceError) as raised:
-        device(path)
+        find_device(path)
     assert str(raised.value).startswith(f"{path}: {field} = ")
     assert expected in str(raised.value)
 
 
 def test_an_unknown_field_lists_the_known_ones(tmp_path):
     with pytest.raises(DeviceError, match=r"unknown field memory = 24: there are name, source, memory_gib"):
-        device(written(tmp_path, GOOD + "memory = 24\n"))
+        find_device(written(tmp_path, GOOD + "memory = 24\n"))
 
 
 def test_a_file_that_is_not_toml_or_not_there_is_named(tmp_path):
     with pytest.raises(DeviceError, match=r"card\.toml: not a TOML file"):
-        device(written(tmp_path, "memory_gib: 24"))
+        find_device(written(tmp_path, "memory_gib: 24"))
     with pytest.raises(DeviceError, match=r"none\.toml: no such device file"):
-        device(str(tmp_path / "none.toml"))
+        find_device(str(tmp_path / "none.toml"))
+
+
+def test_what_the_driver_shows_to_programs_is_less_the_context(tmp_path):
+    seen = find_device(written(tmp_path, GOOD + "seen_gib = 23.5\n"))
+    assert seen.reserved_bytes == GIB // 2 + CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [("seen_gib = 24.5", "at most memory_gib"), ("seen_gib = 23\nreserved_gib = 1", "leave one out")],
+)
+def test_memory_that_is_seen_must_be_there_and_be_said_once(tmp_path, lines, said):
+    with pytest.raises(DeviceError, match=said):
+        find_device(written(tmp_path, GOOD + lines + "\n"))

@@ -14,6 +14,7 @@ from planner.ir import Rerun, TimingKind
 from planner.plan import Plan
 from planner.schedule import Run, lower
 from planner.simulator import simulate
+from profiler.errors import CaptureError
 from profiler.measuring.meters import CpuMeter, peak_above_start
 from profiler.measuring.op_times import TIMED_RUNS, measure
 from profiler.measuring.restoring import state_kept
@@ -106,7 +107,7 @@ def test_the_step_trains_on_as_if_it_had_not_been_measured():
 def test_another_batch_shape_is_refused_by_name():
     step, model, optimizer, batch = small.make()()
     traced = capture(step, model, optimizer, batch)
-    with pytest.raises(ValueError, match=r"batch leaf 0 was .*\[12, 6\].* and is .*\[5, 6\]"):
+    with pytest.raises(CaptureError, match=r"batch leaf 0 was .*\[12, 6\].* and is .*\[5, 6\]"):
         quietly(traced, (batch[0][:5], batch[1][:5]))
 
 
