@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import assert_never
 
 from planner.ir import Graph, Phase, Role
 from planner.plan import Plan, candidates, cannot_drop, recomputation, temporaries
-from planner.schedule import Run, RunKind, Schedule
+from planner.schedule import Schedule
 from planner.units import human_bytes
+from planner.walk import Freed, Ran, walk
 
 
 class Choice(Enum):
@@ -104,19 +106,16 @@ def residency(graph: Graph, schedule: Schedule) -> dict[int, list[tuple[int, int
     spans: dict[int, list[tuple[int, int]]] = {}
     since: dict[int, int] = {}
     current = 0
-    for step in schedule.steps:
-        if isinstance(step, Run):
-            current = step.op
-            gone = [step.into] if step.into is not None else []
-            op = graph.ops[step.op]
-            new = [*graph.makes[step.op]]
-            if step.kind is RunKind.ORIGINAL_SAVING_RNG and op.rng_state is not None:
-                new.append(op.rng_state)
-            for storage in new:
-                since.setdefault(storage, current)
-        else:
-            gone = [step.storage]
-        for storage in gone:
+    for event in walk(graph, schedule):
+        match event:
+            case Ran():
+                current = event.step.op
+            case Freed():
+                pass
+            case _:
+                assert_never(event)
+        since.update(dict.fromkeys(event.made, current))
+        for storage in event.freed:
             spans.setdefault(storage, []).append((since.pop(storage), current))
     for storage, first in since.items():
         spans.setdefault(storage, []).append((first, current))

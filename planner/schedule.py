@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import assert_never
 
 from planner.errors import PlanError
 from planner.ir import Graph, Op, Rerun
@@ -49,17 +50,26 @@ class Schedule:
 
     steps: tuple[Step, ...]
 
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The steps that run an op, in order."""
+        return tuple(step for step in self.steps if isinstance(step, Run))
+
     def text(self, graph: Graph) -> str:
         """One step a line, for people and for golden tests."""
         return "\n".join(_step_text(graph, step) for step in self.steps)
 
 
 def _step_text(graph: Graph, step: Step) -> str:
-    if isinstance(step, Free):
-        return f"  free {graph.storage_names[step.storage]}"
-    into = f" into {graph.storage_names[step.into]}" if step.into is not None else ""
-    kind = f" ({step.kind.value})" if step.kind is not RunKind.ORIGINAL else ""
-    return f"run {graph.ops[step.op].name}{into}{kind}"
+    match step:
+        case Run():
+            into = f" into {graph.storage_names[step.into]}" if step.into is not None else ""
+            kind = f" ({step.kind.value})" if step.kind is not RunKind.ORIGINAL else ""
+            return f"run {graph.ops[step.op].name}{into}{kind}"
+        case Free():
+            return f"  free {graph.storage_names[step.storage]}"
+        case _:
+            assert_never(step)
 
 
 @cache

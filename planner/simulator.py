@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.errors import PlanError
-from planner.ir import Graph, Op, Role
-from planner.plan import rerun_reads
-from planner.schedule import Free, Run, RunKind, Schedule
+from planner.ir import Graph, Role
+from planner.schedule import Schedule
+from planner.walk import Memory, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,123 +44,44 @@ class Timeline:
 
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     """Walk the schedule; PlanError if a run lacks an input or a Free names what is not resident."""
-    walk = _Walk(graph)
-    bytes_at = [walk.step(step) for step in schedule.steps]
-    peak = max(bytes_at, default=graph.start_bytes)
-    peak_step = bytes_at.index(peak) if bytes_at else 0
+    memory, bytes_at = Memory(graph), list[int]()
+    peak, peak_step, at_peak, transient_bytes = -1, 0, bytes(memory.resident), 0
+    for position, step in enumerate(schedule.steps):
+        nbytes = memory.take(step)
+        bytes_at.append(nbytes)
+        if nbytes > peak:
+            peak, peak_step = nbytes, position
+            at_peak, transient_bytes = bytes(memory.resident), memory.transient_bytes
     return Timeline(
         bytes_at=tuple(bytes_at),
         start_bytes=graph.start_bytes,
-        peak_bytes=peak,
+        peak_bytes=peak if bytes_at else graph.start_bytes,
         peak_step=peak_step,
-        peak_by_role=_roles_at(graph, schedule, peak_step),
-        time_us=walk.original_us + walk.recompute_us,
-        recompute_us=walk.recompute_us,
-        reruns=walk.reruns,
+        peak_by_role=_by_role(graph, at_peak, transient_bytes),
+        time_us=memory.original_us + memory.recompute_us,
+        recompute_us=memory.recompute_us,
+        reruns=memory.reruns,
     )
 
 
-class _Walk:
-    """What is resident after each step of a schedule."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.resident = bytearray(len(graph.storages))
-        for value in graph.values:
-            if value.producer is None:
-                self.resident[value.storage] = 1
-        self.nbytes = [storage.nbytes for storage in graph.storages]
-        self.live_bytes = graph.start_bytes
-        self.original_us = 0.0
-        self.recompute_us = 0.0
-        self.reruns = 0
-        self.transient_bytes = 0  # of the step just taken: workspace, and second copies of what is resident
-
-    def step(self, step: Run | Free) -> int:
-        """Take one step and return the bytes live during it."""
-        self.transient_bytes = 0
-        if type(step) is Free:
-            self._release(step.storage)
-            return self.live_bytes
-        return self._run(step)  # type: ignore[arg-type]  # Step is Run | Free
-
-    def _release(self, storage: int) -> None:
-        if not self.resident[storage]:
-            raise PlanError(f"schedule frees {self.graph.storage_names[storage]!r}, which is not resident")
-        self.resident[storage] = 0
-        self.live_bytes -= self.nbytes[storage]
-
-    def _run(self, run: Run) -> int:
-        graph, resident, nbytes = self.graph, self.resident, self.nbytes
-        op = graph.ops[run.op]
-        again = run.kind is RunKind.RERUN
-        needs = self._rerun_needs(op) if again else graph.reads[run.op]
-        if not all(map(resident.__getitem__, needs)):
-            lost = next(graph.storage_names[s] for s in needs if not resident[s])
-            raise PlanError(f"schedule runs {op.name!r} while {lost!r} is not resident")
-        if again:
-            self.recompute_us += op.time_us
-            self.reruns += 1
-        else:
-            self.original_us += op.time_us
-        if run.into is not None:
-            self._release(run.into)
-        transient = op.workspace_bytes
-        for storage in graph.makes[run.op]:
-            if resident[storage]:
-                transient += nbytes[storage]  # a rerun's second copy, dropped when the op returns
-            else:
-                resident[storage] = 1
-                self.live_bytes += nbytes[storage]
-        if again and op.rng_state is not None:
-            transient += nbytes[op.rng_state]  # where the generator stands now, to be put back after the replay
-        if run.kind is RunKind.ORIGINAL_SAVING_RNG and op.rng_state is not None:
-            resident[op.rng_state] = 1
-            self.live_bytes += nbytes[op.rng_state]
-        self.transient_bytes = transient
-        return self.live_bytes + transient
-
-    def _rerun_needs(self, op: Op) -> tuple[int, ...]:
-        values = self.graph.values
-        state = () if op.rng_state is None else (op.rng_state,)
-        return (*(values[v].storage for v in rerun_reads(op)), *state)
-
-
-def _roles_at(graph: Graph, schedule: Schedule, last_step: int) -> tuple[tuple[Role, int], ...]:
-    walk = _Walk(graph)
-    for step in schedule.steps[: last_step + 1]:
-        walk.step(step)
+def _by_role(graph: Graph, resident: bytes, transient_bytes: int) -> tuple[tuple[Role, int], ...]:
     totals = dict.fromkeys(Role, 0)
     for storage in graph.storages:
-        if walk.resident[storage.id]:
+        if resident[storage.id]:
             totals[storage.role] += storage.nbytes
-    totals[Role.TEMP] += walk.transient_bytes
+    totals[Role.TEMP] += transient_bytes
     return tuple((role, total) for role, total in totals.items() if total)
 
 
 def bytes_by_role(graph: Graph, schedule: Schedule) -> dict[Role, list[int]]:
     """Per role, the live bytes at every step; they add up to `Timeline.bytes_at`."""
-    walk, before = _Walk(graph), bytearray(len(graph.storages))
-    totals = dict.fromkeys(Role, 0)
-    for storage in graph.storages:
-        if walk.resident[storage.id]:
-            totals[storage.role] += storage.nbytes
-    before[:] = walk.resident
+    totals = dict.fromkeys(Role, 0) | dict(_by_role(graph, bytes(Memory(graph).resident), 0))
     series: dict[Role, list[int]] = {role: [] for role in Role}
-    for step in schedule.steps:
-        walk.step(step)
-        for storage_id in _touched(graph, step):
-            change = walk.resident[storage_id] - before[storage_id]
-            totals[graph.storages[storage_id].role] += change * graph.storages[storage_id].nbytes
-            before[storage_id] = walk.resident[storage_id]
+    for event in walk(graph, schedule):
+        for storage in event.made:
+            totals[graph.storages[storage].role] += graph.storages[storage].nbytes
+        for storage in event.freed:
+            totals[graph.storages[storage].role] -= graph.storages[storage].nbytes
         for role in Role:
-            series[role].append(totals[role] + (walk.transient_bytes if role is Role.TEMP else 0))
+            series[role].append(totals[role] + (event.transient_bytes if role is Role.TEMP else 0))
     return {role: values for role, values in series.items() if any(values)}
-
-
-def _touched(graph: Graph, step: Run | Free) -> list[int]:
-    if isinstance(step, Free):
-        return [step.storage]
-    state = graph.ops[step.op].rng_state
-    extra = [s for s in (step.into, state) if s is not None]
-    return [*graph.makes[step.op], *extra]

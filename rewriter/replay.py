@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
-from torch import Tensor, fx
+from torch import fx
 
-from planner.ir import Op, Rerun
-from planner.schedule import Free, Run, RunKind, Schedule
-from profiler.ops import inplace_call, without_side_effect
+from planner.schedule import Schedule
+from planner.walk import Freed, Ran, walk
+from profiler.op_forms import Form, Generator, form_of
+from profiler.random_replay import ReplayingRng, SavingRng
 from profiler.tracing.whole_step import TracedStep
-from rewriter.random_replay import ReplayingRng, SavingRng
 
 # Key of `node.meta`: the position in the schedule of the Run that a node carries out.
 STEP = "schedule_step"
@@ -26,11 +26,14 @@ def apply(traced: TracedStep, schedule: Schedule) -> fx.GraphModule:
     """
     traced.check_runnable()
     replay = _Replay(traced)
-    for position, step in enumerate(schedule.steps):
-        if isinstance(step, Free):
-            replay.free(step.storage)
-        else:
-            replay.run(step, position)
+    for position, event in enumerate(walk(traced.graph, schedule)):
+        match event:
+            case Ran():
+                replay.run(event, position)
+            case Freed():
+                replay.free(event.step.storage)
+            case _:
+                assert_never(event)
     return replay.finish()
 
 
@@ -42,63 +45,53 @@ class _Replay:
         self.new = fx.Graph()
         self.current: dict[fx.Node, fx.Node] = {}
         self.states: dict[int, fx.Node] = {}  # op -> its saved generator state
-        self.resident: set[int] = set()
         for node in traced.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.current[node] = self.new.node_copy(node, self.current.__getitem__)
 
     def free(self, storage: int) -> None:
-        self.resident.discard(storage)
         for v in self.traced.graph.values_in[storage]:
             self.current.pop(self.traced.value_nodes[v], None)
 
-    def run(self, step: Run, position: int) -> None:
-        op, node = self.traced.graph.ops[step.op], self.traced.nodes[step.op]
-        made = self._call(step, op, node, position)
-        if step.into is not None:
-            self.free(step.into)
-        self._bind(op, node, made, again=step.kind is RunKind.RERUN)
+    def run(self, ran: Ran, position: int) -> None:
+        node = self.traced.nodes[ran.step.op]
+        made = self._call(form_of(ran.step, ran.op, node), ran, node, position)
+        if ran.step.into is not None:
+            self.free(ran.step.into)
+        self._bind(ran, node, made)
 
-    def _call(self, step: Run, op: Op, node: fx.Node, position: int) -> fx.Node:
-        target, args, kwargs = _form(step, op, node)
-        if op.rerun is Rerun.REPLAY_RNG and step.kind is RunKind.ORIGINAL_SAVING_RNG:
-            return self._call_saving(op, node, target, args, kwargs, position)
-        if op.rerun is Rerun.REPLAY_RNG and step.kind is RunKind.RERUN:
-            made = self._node(ReplayingRng(target, _device(node)), args, kwargs, f"{node.name}_again", node, position)
-            made.args = (self.states[op.id], *made.args)
-            return made
-        name = f"{node.name}_again" if step.kind is RunKind.RERUN else node.name
-        return self._node(target, args, kwargs, name, node, position)
+    def _call(self, form: Form, ran: Ran, node: fx.Node, position: int) -> fx.Node:
+        name = f"{node.name}_again" if ran.again else node.name
+        match form.generator:
+            case Generator.AS_IT_IS:
+                return self._node(form.target, form, name, node, position)
+            case Generator.SAVED:
+                return self._call_saving(form, ran.step.op, node, position)
+            case Generator.REPLAYED:
+                made = self._node(ReplayingRng(form.target, form.device), form, name, node, position)
+                made.args = (self.states[ran.step.op], *made.args)
+                return made
+            case _:
+                assert_never(form.generator)
 
-    def _call_saving(
-        self, op: Op, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int
-    ) -> fx.Node:
-        pair = self._node(SavingRng(target, _device(node)), args, kwargs, f"{node.name}_and_state", node, position)
-        self.states[op.id] = self.new.call_function(operator.getitem, (pair, 0))
+    def _call_saving(self, form: Form, op: int, node: fx.Node, position: int) -> fx.Node:
+        pair = self._node(SavingRng(form.target, form.device), form, f"{node.name}_and_state", node, position)
+        self.states[op] = self.new.call_function(operator.getitem, (pair, 0))
         made = self.new.create_node("call_function", operator.getitem, (pair, 1), {}, node.name)
         made.meta = dict(node.meta)
         return made
 
-    def _node(
-        self,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str,
-        like: fx.Node,
-        position: int,
-    ) -> fx.Node:
-        new_args, new_kwargs = fx.node.map_arg((args, kwargs), self.current.__getitem__)
+    def _node(self, target: Callable[..., Any], form: Form, name: str, like: fx.Node, position: int) -> fx.Node:
+        new_args, new_kwargs = fx.node.map_arg((form.args, form.kwargs), self.current.__getitem__)
         made = self.new.create_node("call_function", target, new_args, new_kwargs, name)
         made.meta = {**like.meta, STEP: position}
         return made
 
-    def _bind(self, op: Op, node: fx.Node, made: fx.Node, *, again: bool) -> None:
+    def _bind(self, ran: Ran, node: fx.Node, made: fx.Node) -> None:
         """Let the captured op's outputs stand for what `made` returns; second copies of what is there are dropped."""
-        graph = self.traced.graph
-        for v in op.outputs:
-            value, captured = graph.values[v], self.traced.value_nodes[v]
-            if again and value.base is None and value.storage in self.resident:
+        for v in ran.op.outputs:
+            value, captured = self.traced.graph.values[v], self.traced.value_nodes[v]
+            if value.base is None and value.storage not in ran.made:
                 continue
             if captured is node:
                 self.current[captured] = made
@@ -108,26 +101,9 @@ class _Replay:
                 )
                 item.meta = dict(captured.meta)
                 self.current[captured] = item
-            self.resident.add(value.storage)
 
     def finish(self) -> fx.GraphModule:
         (output,) = self.traced.module.graph.find_nodes(op="output")
         self.new.output(fx.node.map_arg(output.args[0], self.current.__getitem__))
         self.new.lint()
         return fx.GraphModule(self.traced.module, self.new, class_name="PlannedStep")
-
-
-def _form(step: Run, op: Op, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target and arguments of the form of the op that this step runs."""
-    if step.into is not None:
-        return inplace_call(node)
-    if step.kind is RunKind.RERUN and op.rerun is Rerun.WITHOUT_SIDE_EFFECT:
-        form = without_side_effect(node)
-        assert form is not None, f"{node.name} has no form without side effect"
-        return form
-    return node.target, node.args, node.kwargs
-
-
-def _device(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    return (value if isinstance(value, Tensor) else value[0]).device

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from bench.show.residency import Lifeline
 from planner.extras import needs_extra
 from planner.ir import Graph, Phase, Role
 from planner.plan import Plan
-from planner.schedule import Run, RunKind, Schedule, lower
+from planner.schedule import Schedule, lower
 from planner.simulator import Timeline, bytes_by_role, simulate
 from planner.units import human_bytes
+from planner.walk import Freed, Ran, walk
 
 # One colour per role, chosen to be told apart in print and by the colour-blind.
 ROLE_COLORS = {
@@ -48,6 +49,7 @@ class Curve:
     label: str
     ms: tuple[float, ...]
     nbytes: tuple[int, ...]
+    steps: tuple[int, ...]  # the position in the schedule of each run
     rerun_ms: tuple[tuple[float, float], ...]  # start and end of each stretch of recomputation
     borders: tuple[tuple[float, Phase], ...]  # where a phase begins
     peak_ms: float
@@ -56,33 +58,46 @@ class Curve:
 
 def curve(graph: Graph, schedule: Schedule, timeline: Timeline, *, label: str) -> Curve:
     """The numbers of a memory-over-time figure."""
-    clock, times, nbytes, reruns = 0.0, list[float](), list[int](), list[tuple[float, float]]()
-    borders: list[tuple[float, Phase]] = []
-    peak_ms = 0.0
-    # Updates of single parameters in the middle of a backward are no phase of their own.
-    last_pass = max((op.id for op in graph.ops if op.phase is not Phase.OPTIMIZER), default=-1)
-    for position, (step, live) in enumerate(zip(schedule.steps, timeline.bytes_at, strict=True)):
-        if not isinstance(step, Run):
-            continue
-        op = graph.ops[step.op]
-        if position == timeline.peak_step:
-            peak_ms = clock / 1e3
-        if step.kind is RunKind.RERUN:
-            reruns.append((clock / 1e3, (clock + op.time_us) / 1e3))
-        elif (not borders or borders[-1][1] is not op.phase) and (op.phase is not Phase.OPTIMIZER or op.id > last_pass):
-            borders.append((clock / 1e3, op.phase))
-        times.append(clock / 1e3)
-        nbytes.append(live)
-        clock += op.time_us
+    runs = _runs(graph, schedule)
+    end_ms = runs[-1][1].end_us / 1e3 if runs else 0.0
+    live = [timeline.bytes_at[position] for position, _ in runs]
     return Curve(
         label=label,
-        ms=(*times, clock / 1e3),
-        nbytes=(*nbytes, nbytes[-1] if nbytes else 0),
-        rerun_ms=tuple(_joined(reruns)),
-        borders=tuple(borders),
-        peak_ms=peak_ms,
+        ms=(*(ran.start_us / 1e3 for _, ran in runs), end_ms),
+        nbytes=(*live, live[-1] if live else 0),
+        steps=tuple(position for position, _ in runs),
+        rerun_ms=tuple(_joined([(ran.start_us / 1e3, ran.end_us / 1e3) for _, ran in runs if ran.again])),
+        borders=tuple(_borders(graph, [ran for _, ran in runs if not ran.again])),
+        peak_ms=next((ran.start_us / 1e3 for position, ran in runs if position == timeline.peak_step), 0.0),
         peak_bytes=timeline.peak_bytes,
     )
+
+
+def _runs(graph: Graph, schedule: Schedule) -> list[tuple[int, Ran]]:
+    """Every run with the position of its step."""
+    runs: list[tuple[int, Ran]] = []
+    for position, event in enumerate(walk(graph, schedule)):
+        match event:
+            case Ran():
+                runs.append((position, event))
+            case Freed():
+                pass  # takes no time of its own
+            case _:
+                assert_never(event)
+    return runs
+
+
+def _borders(graph: Graph, originals: Sequence[Ran]) -> list[tuple[float, Phase]]:
+    """Where a phase begins."""
+    # Updates of single parameters in the middle of a backward are no phase of their own.
+    last_pass = max((op.id for op in graph.ops if op.phase is not Phase.OPTIMIZER), default=-1)
+    borders: list[tuple[float, Phase]] = []
+    for ran in originals:
+        if borders and borders[-1][1] is ran.op.phase:
+            continue
+        if ran.op.phase is not Phase.OPTIMIZER or ran.op.id > last_pass:
+            borders.append((ran.start_us / 1e3, ran.op.phase))
+    return borders
 
 
 def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -264,11 +279,10 @@ def draw_memory_by_role(path: Path, graph: Graph, schedule: Schedule, *, title: 
     timeline = simulate(graph, schedule)
     line = curve(graph, schedule, timeline, label="")
     series = bytes_by_role(graph, schedule)
-    runs = [i for i, step in enumerate(schedule.steps) if isinstance(step, Run)]
     size, unit = unit_for(line.peak_bytes)
     with axes_for(path) as axes:
         order = [role for role in ROLE_COLORS if role in series]
-        stacked = [[series[role][i] / size for i in (*runs, runs[-1])] for role in order]
+        stacked = [[series[role][i] / size for i in (*line.steps, line.steps[-1])] for role in order]
         _shade_phases(axes, line, line.ms[-1])
         axes.stackplot(line.ms, stacked, colors=[ROLE_COLORS[r] for r in order], labels=[ROLE_NAMES[r] for r in order],
                        step="post", lw=0)  # fmt: skip

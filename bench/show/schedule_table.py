@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import assert_never
 
 from planner.ir import Graph, Op, Phase
-from planner.schedule import Free, Run, RunKind, Schedule
+from planner.schedule import Schedule
 from planner.units import human_bytes
+from planner.walk import Freed, Ran, walk
 
 
 class Kind(Enum):
@@ -49,58 +51,36 @@ class Executed:
 
 def executed(graph: Graph, schedule: Schedule) -> list[Executed]:
     """Every run of a schedule, in order."""
-    walk = _Walk(graph)
-    runs = [walk.run(run, frees) for run, frees in _groups(schedule)]
-    return _with_drops(runs)
+    groups = _groups(graph, schedule)
+    return _with_drops([_executed(graph, number, ran, frees) for number, (ran, frees) in enumerate(groups, 1)])
 
 
-def _groups(schedule: Schedule) -> Iterator[tuple[Run, list[int]]]:
-    """Each run with the storages that are freed right after it."""
-    run: Run | None = None
-    frees: list[int] = []
-    for step in schedule.steps:
-        if isinstance(step, Free):
-            frees.append(step.storage)
-            continue
-        if run is not None:
-            yield run, frees
-        run, frees = step, []
-    if run is not None:
-        yield run, frees
+def _groups(graph: Graph, schedule: Schedule) -> list[tuple[Ran, list[Freed]]]:
+    """Each run with what is freed right after it."""
+    groups: list[tuple[Ran, list[Freed]]] = []
+    for event in walk(graph, schedule):
+        match event:
+            case Ran():
+                groups.append((event, []))
+            case Freed():
+                groups[-1][1].append(event)
+            case _:
+                assert_never(event)
+    return groups
 
 
-class _Walk:
-    """What is resident, and the clock."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.resident = {value.storage for value in graph.values if value.producer is None}
-        self.live_bytes = graph.start_bytes
-        self.clock_us = 0.0
-        self.number = 0
-
-    def run(self, run: Run, frees: Sequence[int]) -> Executed:
-        op, start_us = self.graph.ops[run.op], self.clock_us
-        saved = [op.rng_state] if run.kind is RunKind.ORIGINAL_SAVING_RNG and op.rng_state is not None else []
-        gone = (*frees, *([run.into] if run.into is not None else []))
-        made = tuple(s for s in (*self.graph.makes[run.op], *saved) if s not in self.resident)
-        self.resident |= set(made)
-        self.resident -= set(gone)
-        made_bytes = sum(self.graph.storages[s].nbytes for s in made)
-        self.live_bytes += made_bytes - sum(self.graph.storages[s].nbytes for s in gone)
-        self.clock_us += op.time_us
-        self.number += 1
-        return Executed(
-            number=self.number,
-            op=op,
-            kind=Kind.RECOMPUTE if run.kind is RunKind.RERUN else _KINDS[op.phase],
-            start_us=start_us,
-            made=made,
-            freed=gone,
-            dropped=(),
-            made_bytes=made_bytes,
-            after_bytes=self.live_bytes,
-        )
+def _executed(graph: Graph, number: int, ran: Ran, frees: Sequence[Freed]) -> Executed:
+    return Executed(
+        number=number,
+        op=ran.op,
+        kind=Kind.RECOMPUTE if ran.again else _KINDS[ran.op.phase],
+        start_us=ran.start_us,
+        made=ran.made,
+        freed=(*(free.step.storage for free in frees), *ran.freed),
+        dropped=(),
+        made_bytes=sum(graph.storages[s].nbytes for s in ran.made),
+        after_bytes=frees[-1].live_bytes if frees else ran.live_bytes,
+    )
 
 
 def _with_drops(runs: Sequence[Executed]) -> list[Executed]:

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from rich.progress import Progress
@@ -19,11 +19,14 @@ from torch import Tensor, fx
 
 from planner.ir import Graph, Rerun, Timing, TimingKind
 from planner.plan import Plan
-from planner.schedule import Run, RunKind, Schedule, lower
+from planner.schedule import RunKind, Schedule, lower
+from planner.walk import Freed, Ran, walk
 from profiler.errors import CaptureError
 from profiler.measuring.meters import MemorySample, Meter, meter_for
 from profiler.measuring.restoring import state_kept
-from profiler.ops import inplace_call, memory_of
+from profiler.op_forms import Generator, form_of
+from profiler.ops import memory_of
+from profiler.random_replay import ReplayingRng, generator_state
 from profiler.tracing.calling import below_autograd
 from profiler.tracing.whole_step import TracedStep
 
@@ -115,29 +118,32 @@ class _Runner:
         self, traced: TracedStep, schedule: Schedule, inputs: Callable[[], list[Any]], advance: Callable[[], None]
     ) -> None:
         self.traced = traced
-        self.schedule = schedule
+        self.events = tuple(walk(traced.graph, schedule))
         self.inputs = inputs
         self.advance = advance
         self.live: dict[fx.Node, Any] = {}
+        self.states: dict[int, Tensor] = {}  # storage -> the generator state saved in it
         self.made_bytes: dict[int, int] = {}  # storage -> what its op really allocated for it
 
     def timed(self, meter: Meter, repeats: list[int]) -> list[float]:
         """Time per op, in µs; freeing a storage counts for the op that made it: whoever reruns it frees again."""
         watch, owners, freed = meter.stopwatch(), list[int | None](), set[int]()
         self._start()
-        for step in self.schedule.steps:
-            if isinstance(step, Run):
-                counts = step.kind is not RunKind.RERUN
-                times = repeats[step.op] if step.into is None and counts else 1
-                result = watch.lap(self._call(step), repeats=times)
-                self._bind(step, result)
-                owners.append(step.op if counts else None)
-                del result
-            else:
-                doomed = self._take(step.storage)
-                watch.lap(doomed.clear)
-                owners.append(None if step.storage in freed else self.traced.graph.maker[step.storage] or 0)
-                freed.add(step.storage)
+        for event in self.events:
+            match event:
+                case Ran():
+                    times = 1 if event.again or event.step.into is not None else repeats[event.op.id]
+                    result = watch.lap(self._call(event), repeats=times)
+                    self._bind(event, result)
+                    owners.append(None if event.again else event.op.id)
+                    del result
+                case Freed():
+                    doomed = self._take(event.step.storage)
+                    watch.lap(doomed.clear)
+                    owners.append(None if event.step.storage in freed else self.traced.graph.maker[event.step.storage])
+                    freed.add(event.step.storage)
+                case _:
+                    assert_never(event)
             self.advance()
         totals = [0.0] * len(self.traced.graph.ops)
         for op, us in zip(owners, watch.laps_us(), strict=True):
@@ -149,11 +155,14 @@ class _Runner:
         """Memory before, during and after every run of the schedule."""
         self._start()
         with meter.memory_probe() as probe:
-            for step in self.schedule.steps:
-                if isinstance(step, Run):
-                    self._bind(step, probe.watch(self._call(step)))
-                else:
-                    self._take(step.storage)
+            for event in self.events:
+                match event:
+                    case Ran():
+                        self._bind(event, probe.watch(self._call(event)))
+                    case Freed():
+                        self._take(event.step.storage)
+                    case _:
+                        assert_never(event)
                 self.advance()
         return list(probe.samples())
 
@@ -163,29 +172,42 @@ class _Runner:
         for node in module.graph.find_nodes(op="get_attr"):
             self.live[node] = getattr(module, str(node.target))
 
-    def _call(self, step: Run) -> Callable[[], Any]:
-        node = self.traced.nodes[step.op]
-        target, args, kwargs = (node.target, node.args, node.kwargs) if step.into is None else inplace_call(node)
-        real_args, real_kwargs = fx.node.map_arg((args, kwargs), self.live.__getitem__)
+    def _call(self, ran: Ran) -> Callable[[], Any]:
+        """The run, in the form in which the replayed step runs it; a state that it saves is no part of its own cost."""
+        form = form_of(ran.step, ran.op, self.traced.nodes[ran.op.id])
+        args, kwargs = fx.node.map_arg((form.args, form.kwargs), self.live.__getitem__)
+        state = ran.op.rng_state
+        match form.generator:
+            case Generator.AS_IT_IS:
+                return lambda: form.target(*args, **kwargs)
+            case Generator.SAVED:
+                assert state is not None
+                self.states[state] = generator_state(form.device)
+                return lambda: form.target(*args, **kwargs)
+            case Generator.REPLAYED:
+                assert state is not None
+                again, saved = ReplayingRng(form.target, form.device), self.states[state]
+                return lambda: again(saved, *args, **kwargs)
+            case _:
+                assert_never(form.generator)
 
-        return lambda: target(*real_args, **real_kwargs)  # type: ignore[operator]
-
-    def _bind(self, step: Run, result: Any) -> None:
-        graph, node = self.traced.graph, self.traced.nodes[step.op]
-        if step.into is not None:
-            self._take(step.into)
-        for v in graph.ops[step.op].outputs:
-            captured = self.traced.value_nodes[v]
-            if step.kind is RunKind.RERUN and graph.values[v].base is None and captured in self.live:
+    def _bind(self, ran: Ran, result: Any) -> None:
+        graph, node = self.traced.graph, self.traced.nodes[ran.op.id]
+        if ran.step.into is not None:
+            self._take(ran.step.into)
+        for v in ran.op.outputs:
+            value, captured = graph.values[v], self.traced.value_nodes[v]
+            if value.base is None and value.storage not in ran.made:
                 continue  # a second copy of what is there is dropped
             made = self.live[captured] = result if captured is node else result[captured.args[1]]
-            if graph.values[v].base is None:  # None: some ops leave out what nobody asked for only when they run
-                self.made_bytes[graph.values[v].storage] = 0 if made is None else memory_of(made).nbytes()
+            if value.base is None:  # None: some ops leave out what nobody asked for only when they run
+                self.made_bytes[value.storage] = 0 if made is None else memory_of(made).nbytes()
 
     def _take(self, storage: int) -> list[Tensor]:
         """Let go of every value in a storage; the list returned holds the last references."""
         nodes = (self.traced.value_nodes[v] for v in self.traced.graph.values_in[storage])
-        return [self.live.pop(node) for node in nodes if node in self.live]
+        saved = [self.states.pop(storage)] if storage in self.states else []
+        return [*(self.live.pop(node) for node in nodes if node in self.live), *saved]
 
 
 def _as_made(traced: TracedStep, made_bytes: dict[int, int]) -> TracedStep:
@@ -198,8 +220,7 @@ def _collect(
     traced: TracedStep, schedule: Schedule, samples: list[MemorySample], laps: list[list[float]], meter: Meter
 ) -> Measured:
     graph = traced.graph
-    runs = [step for step in schedule.steps if isinstance(step, Run)]
-    counted = [pair for pair in zip(runs, samples, strict=True) if pair[0].kind is not RunKind.RERUN]
+    counted = [pair for pair in zip(schedule.runs, samples, strict=True) if pair[0].kind is not RunKind.RERUN]
     stats = []
     for run, sample in sorted(counted, key=lambda pair: pair[0].op):
         readings = [lap[run.op] for lap in laps]

@@ -19,7 +19,7 @@ from planner.schedule import Free, Run, RunKind, lower
 from planner.simulator import simulate
 from profiler.measuring.restoring import state_kept
 from profiler.ops import fresh, inplace_target, without_side_effect
-from rewriter.random_replay import ReplayingRng, SavingRng
+from profiler.random_replay import ReplayingRng, SavingRng
 from rewriter.replay import STEP, apply
 from tests.profiler import small
 from tests.rewriter import tiny
