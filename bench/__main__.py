@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.commands.options import check_writable
+from bench.commands.options import add_verbosity, check_writable
+from bench.show.story import telling
 from planner.errors import PlannerError
 
 # What the help says of each command; its module is bench.commands.NAME.
@@ -63,11 +64,13 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter if name == "compare" else argparse.HelpFormatter,
     )
     command.add_options(parser)
+    add_verbosity(parser)
     options = parser.parse_args(arguments)
     rows_file: Path | None = getattr(options, "rows_file", None)
     if rows_file is not None:
         check_writable(rows_file)
-    return int(command.run(options))
+    with telling(options.verbose):
+        return int(command.run(options))
 
 
 def _commands_help() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from planner.plan import BoundClass, Plan, candidates
 from planner.schedule import Schedule, lower
 from planner.simulator import Timeline, simulate
 from planner.units import human_bytes, parse_budget
+
+log = logging.getLogger("recompute_planner")
 
 DEFAULT_TIME_LIMIT_S = 10.0
 
@@ -150,6 +153,7 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
     try:
         plan = strategy.plan(problem)
     except NoPlan as answer:
+        log.info("%s on %s: no plan: %s", label, problem.graph.name, answer)
         return Solution(
             strategy=label,
             problem=problem,
@@ -166,7 +170,7 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
     timeline = simulate(problem.graph, schedule)
     _check_bound(label, plan, timeline)
     fits = timeline.peak_bytes <= problem.budget_bytes
-    return Solution(
+    solution = Solution(
         strategy=label,
         problem=problem,
         status=Status.FITS if fits else Status.OVER_BUDGET,
@@ -177,6 +181,8 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
         solve_cpu_s=solve_cpu_s,
         reason=_reason(problem, plan, timeline),
     )
+    log.info("solved in %.2f s: %s", solve_s, solution)
+    return solution
 
 
 def solve_if_needed(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -9,6 +10,8 @@ import strategies
 from planner.ir import Graph
 from planner.plan import Plan
 from planner.solve import Problem, Status, solve
+
+log = logging.getLogger("recompute_planner")
 
 LEAST_SECONDS = 5.0
 OPS_A_SECOND = 500
@@ -36,6 +39,7 @@ class Auto:
     def plan(self, problem: Problem) -> Plan:
         seconds = self.seconds if self.seconds is not None else few_seconds(problem.graph)
         limited = problem.limited(min(seconds, problem.time_limit_s))
+        log.debug("auto: ilp, with mutwo as its seed, for at most %.1f s", limited.time_limit_s)
         solution = solve(limited, strategies.make("ilp"))  # which asks `mutwo` first
         assert solution.plan is not None, "ilp always has the plans of its seeds"
         proven = solution.gap is not None and solution.status is Status.FITS

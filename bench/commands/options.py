@@ -51,6 +51,17 @@ def add_liberties(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """How much of what happens is told on the error stream; every command has it."""
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="tell what was captured, measured, chosen and proven, and the seconds of each; -vv: what was tried, too",
+    )
+
+
 def workload(options: argparse.Namespace, *, default: tuple[int, int] | None = None):  # type: ignore[no-untyped-def]
     """The workload that was asked for; `default` is the batch and image of a call that names no model and no size."""
     from bench.workloads.spec import WorkloadSpec

@@ -9,6 +9,7 @@ The bound holds for the plans of `planner.plan.recompute_once`, whatever they dr
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from strategies.ilp.polish import Polish, enumerate_all, shed_free
 from strategies.ilp.program import Floats, SparseModel, StagedProgram
 from strategies.ilp.smallest import smallest_peak
 from strategies.ilp.solvers import Answer, Outcome, SolverError, SolverName, solve_model
+
+log = logging.getLogger("recompute_planner")
 
 SEEDS = ("mutwo", "sqrtn")
 ROUNDS = 60
@@ -125,6 +128,14 @@ class Search:
         self._offer(found)
 
     def _offer(self, found: Found) -> None:
+        log.debug(
+            "ilp tried %s after %.2f s: peak %s of %s, %.2f%% more time",
+            found.who,
+            time.perf_counter() - self.started,
+            human_bytes(found.peak_bytes),
+            human_bytes(self.problem.budget_bytes),
+            100 * found.recompute_us / max(self.graph.time_us, 1e-9),
+        )
         if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
             self.smallest = found
         if found.peak_bytes > self.problem.budget_bytes:

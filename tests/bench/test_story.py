@@ -1,0 +1,45 @@
+"""`-v`: the story of a run on the error stream, for whoever asks, and silence for everybody else."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from bench.__main__ import COMMANDS, main
+
+LOG = logging.getLogger("recompute_planner")
+CHAIN = ["--synthetic", "chain", "--strategy", "ilp", "--budget", "90%"]
+
+
+def test_the_logger_is_silent_unless_somebody_listens(capsys):
+    assert [type(handler) for handler in LOG.handlers] == [logging.NullHandler]
+    assert main(CHAIN) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_v_tells_what_was_solved_in_how_many_seconds(capsys):
+    assert main([*CHAIN, "-v"]) == 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert " solved in " in line
+    assert "ilp on chain" in line
+
+
+def test_vv_tells_what_was_tried_before(capsys):
+    assert main([*CHAIN, "-vv"]) == 0
+    *tried, solved = capsys.readouterr().err.strip().splitlines()
+    assert "ilp tried mutwo after" in tried[0]
+    assert " solved in " in solved
+
+
+def test_a_run_that_fails_leaves_the_logger_as_it_was(capsys):
+    assert main(["--synthetic", "castle", "-v"]) == 2
+    assert [type(handler) for handler in LOG.handlers] == [logging.NullHandler]
+    assert LOG.level == logging.NOTSET
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=" ".join)
+def test_every_command_takes_it(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "-v", "--help"])
+    assert "--verbose" in capsys.readouterr().out
