@@ -95,6 +95,19 @@ def lower(graph: Graph, plan: Plan, *, in_place: bool = True) -> Schedule:
     return Schedule(tuple(lowering.emit(in_place=in_place)))
 
 
+def unplanned_schedule(graph: Graph, *, in_place: bool = True) -> Schedule:
+    """The steps of the empty plan, lowered once a graph."""
+    return graph.derived(_unplanned_in_place if in_place else _unplanned)
+
+
+def _unplanned_in_place(graph: Graph) -> Schedule:
+    return lower(graph, Plan())
+
+
+def _unplanned(graph: Graph) -> Schedule:
+    return lower(graph, Plan(), in_place=False)
+
+
 class _Lowering:
     """The state of one walk over the execution order.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.ir import Graph, Role
-from planner.schedule import Schedule
+from planner.schedule import Schedule, unplanned_schedule
 from planner.walk import Memory, walk
 
 
@@ -62,6 +62,19 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
         recompute_us=memory.recompute_us,
         reruns=memory.reruns,
     )
+
+
+def unplanned(graph: Graph, *, in_place: bool = True) -> Timeline:
+    """What the step costs as it is, simulated once a graph."""
+    return graph.derived(_unplanned_in_place if in_place else _unplanned)
+
+
+def _unplanned_in_place(graph: Graph) -> Timeline:
+    return simulate(graph, unplanned_schedule(graph))
+
+
+def _unplanned(graph: Graph) -> Timeline:
+    return simulate(graph, unplanned_schedule(graph, in_place=False))
 
 
 def _by_role(graph: Graph, resident: bytes, transient_bytes: int) -> tuple[tuple[Role, int], ...]:

@@ -15,8 +15,8 @@ from planner.errors import NoPlan, PlanError
 from planner.explain import Decision, explain
 from planner.ir import Graph
 from planner.plan import BoundClass, Plan, candidates
-from planner.schedule import Schedule, lower
-from planner.simulator import Timeline, simulate
+from planner.schedule import Schedule, lower, unplanned_schedule
+from planner.simulator import Timeline, simulate, unplanned
 from planner.units import human_bytes, parse_budget
 
 log = logging.getLogger("recompute_planner")
@@ -38,20 +38,33 @@ class Problem:
     in_place: bool = True
     most_recompute_us: float = math.inf
 
+    @staticmethod
+    def of(
+        graph: Graph, budget: str | int, *, time_limit_s: float = DEFAULT_TIME_LIMIT_S, in_place: bool = True
+    ) -> Problem:
+        """The problem of a budget as people state it: bytes, '4GiB', or '60%' of what the unplanned step adds."""
+        peak_bytes = unplanned(graph, in_place=in_place).peak_bytes
+        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
+        return Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s, in_place=in_place)
+
     def limited(self, time_limit_s: float, *, most_recompute_us: float = math.inf) -> Problem:
         """The same problem with less time, and only for plans that recompute for at most so long."""
-        problem = replace(self, time_limit_s=max(0.0, time_limit_s), most_recompute_us=most_recompute_us)
-        problem.__dict__["unplanned"] = self.unplanned  # which need not be simulated again
-        return problem
+        return replace(self, time_limit_s=max(0.0, time_limit_s), most_recompute_us=most_recompute_us)
+
+    def schedule(self, plan: Plan) -> Schedule:
+        """The steps that `plan` means here."""
+        if not plan.evictions:
+            return unplanned_schedule(self.graph, in_place=self.in_place)
+        return lower(self.graph, plan, in_place=self.in_place)
 
     def timeline(self, plan: Plan) -> Timeline:
         """What the judge will say of `plan`."""
-        return simulate(self.graph, lower(self.graph, plan, in_place=self.in_place))
+        return simulate(self.graph, self.schedule(plan)) if plan.evictions else self.unplanned
 
-    @cached_property
+    @property
     def unplanned(self) -> Timeline:
         """The step without any recomputation."""
-        return self.timeline(Plan())
+        return unplanned(self.graph, in_place=self.in_place)
 
 
 def cheapest(problem: Problem, plans: Iterable[Plan], *, deadline: float = math.inf) -> Plan:
@@ -166,8 +179,8 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
             reason=str(answer),
         )
     solve_s, solve_cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
-    schedule = lower(problem.graph, plan, in_place=problem.in_place)
-    timeline = simulate(problem.graph, schedule)
+    schedule = problem.schedule(plan)
+    timeline = simulate(problem.graph, schedule) if plan.evictions else problem.unplanned
     _check_bound(label, plan, timeline)
     fits = timeline.peak_bytes <= problem.budget_bytes
     solution = Solution(
@@ -253,11 +266,9 @@ def compare(
     in_place: bool = True,
 ) -> list[Row]:
     """Every labelled strategy at every budget, on one graph, judged alike; at a budget above the peak none is asked."""
-    peak = simulate(graph, lower(graph, Plan(), in_place=in_place)).peak_bytes
     rows = []
     for budget in budgets:
-        limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak)
-        problem = Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s, in_place=in_place)
+        problem = Problem.of(graph, budget, time_limit_s=time_limit_s, in_place=in_place)
         for label, strategy in strategies:
             solution = solve_if_needed(problem, strategy, label=label)
             rows.append(Row(graph=graph.name, strategy=label, budget=str(budget), solution=solution))

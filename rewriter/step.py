@@ -16,8 +16,8 @@ from planner.errors import FileFormatError, PlannerError
 from planner.explain import Decision
 from planner.ir import Graph
 from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import Timeline, simulate
+from planner.schedule import unplanned_schedule
+from planner.simulator import Timeline, unplanned
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
 from planner.units import parse_budget
 from profiler.tracing.whole_step import TracedStep, capture
@@ -197,8 +197,7 @@ class CheckpointedStep:
 
     def _budget(self, graph: Graph) -> tuple[int, int]:
         """The budget in bytes, and the peak of the unplanned step, which a share of it is meant of."""
-        unplanned = lower(graph, Plan(), in_place=self._settings.in_place)
-        peak_bytes = simulate(graph, unplanned).peak_bytes
+        peak_bytes = unplanned(graph, in_place=self._settings.in_place).peak_bytes
         return self._as_bytes(graph, peak_bytes), peak_bytes
 
     def _as_bytes(self, graph: Graph, peak_bytes: int) -> int:
@@ -224,7 +223,7 @@ class CheckpointedStep:
 
     def _measured_peak(self, traced: TracedStep, batch: Any) -> int:
         """What the captured step really adds to memory when it runs unplanned; everything is put back."""
-        module = apply(traced, lower(traced.graph, Plan(), in_place=self._settings.in_place))
+        module = apply(traced, unplanned_schedule(traced.graph, in_place=self._settings.in_place))
         seen = observe(
             lambda b: traced.convention.call(module, b),
             self._model,

@@ -11,9 +11,8 @@ import torch
 
 import strategies
 from planner.ir import Graph
-from planner.plan import Plan
-from planner.schedule import Schedule, lower
-from planner.simulator import simulate
+from planner.schedule import Schedule
+from planner.simulator import unplanned
 from planner.solve import Problem, solve
 from planner.units import human_bytes
 from profiler.estimating.roofline import with_roofline_times
@@ -70,7 +69,7 @@ def needed_bytes(graph: Graph, device: torch.device) -> int:
 
     The copies lie in main memory, so they count on the CPU only.
     """
-    added = simulate(graph, lower(graph, Plan())).above_start_bytes
+    added = unplanned(graph).above_start_bytes
     return added + (graph.start_bytes if device.type == "cpu" else 0)
 
 

@@ -24,7 +24,7 @@ from planner.errors import NoPlan
 from planner.ir import Graph, Op, Phase, Rerun, Role, Storage, Value
 from planner.plan import Plan, cannot_drop
 from planner.schedule import Run, lower
-from planner.simulator import simulate
+from planner.simulator import simulate, unplanned
 from planner.solve import Problem, Solution, Status, Strategy, solve
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what the unplanned step adds to its start
@@ -133,7 +133,7 @@ class StrategyConformance:
 
 def _problem(graph: Graph, *, share: float, in_place: bool = True) -> Problem:
     """The graph with `share` of what the unplanned step adds as its budget."""
-    base = simulate(graph, lower(graph, Plan(), in_place=in_place))
+    base = unplanned(graph, in_place=in_place)
     budget = base.start_bytes + int(share * base.above_start_bytes)
     return Problem(graph=graph, budget_bytes=budget, time_limit_s=TIME_LIMIT_S, in_place=in_place)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from planner.ir import Graph
 from planner.plan import Plan, recompute_once
 from planner.solve import Problem
-from planner.units import parse_budget
 from strategies.ilp.moments import Work
 from strategies.ilp.search import Ilp, Search
 from strategies.ilp.smallest import smallest_peak
@@ -51,7 +50,7 @@ def pareto(
     options = options if options is not None else Ilp()
     problem = Problem(graph=graph, budget_bytes=graph.start_bytes, in_place=in_place)
     peak, work, bound_us = problem.unplanned.peak_bytes, Work(problem), 0.0
-    sizes = sorted({parse_budget(b, start_bytes=graph.start_bytes, peak_bytes=peak) for b in budgets}, reverse=True)
+    sizes = sorted({Problem.of(graph, b, in_place=in_place).budget_bytes for b in budgets}, reverse=True)
     points: list[Point] = []
     for budget in sizes:
         limited = Problem(graph=graph, budget_bytes=budget, time_limit_s=time_limit_s, in_place=in_place)

@@ -20,11 +20,7 @@ from bench.commands.options import (
 )
 from planner.errors import NoPlan
 from planner.ir import Graph
-from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import simulate
 from planner.solve import Problem, Solution, solve_if_needed
-from planner.units import parse_budget
 
 HELP = "Show the step before and after rewriting: text tables, DOT files, a page for the browser, the plan as a figure."
 
@@ -58,9 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _solution(graph: Graph, spec: str, budget: str, *, time_limit_s: float) -> Solution:
-    peak = simulate(graph, lower(graph, Plan())).peak_bytes
-    limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak)
-    problem = Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s)
+    problem = Problem.of(graph, budget, time_limit_s=time_limit_s)
     return solve_if_needed(problem, strategies.make(spec), label=spec)
 
 

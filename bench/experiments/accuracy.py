@@ -21,9 +21,8 @@ from bench.machine.row_files import command_line, save_rows
 from bench.show.terminal import print_table, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import PlannerError
-from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import simulate
+from planner.schedule import unplanned_schedule
+from planner.simulator import unplanned
 from planner.units import human_bytes
 from profiler.measuring.meters import meter_for, peak_above_start
 from profiler.measuring.op_times import measure
@@ -87,8 +86,7 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     capture_s, traced = clock.timed(lambda: capture(step, model, optimizer, batch, name=spec.title))
     measure_s, measured = clock.timed(lambda: measure(traced, batch, show_progress=False))
     graph = measured.graph
-    schedule = lower(graph, Plan())
-    module = apply(measured.traced, schedule)
+    module = apply(measured.traced, unplanned_schedule(graph))
     meter, put_back = meter_for(next(model.parameters()).device), gradients_put_back(traced)
 
     def captured() -> Any:
@@ -123,7 +121,7 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
         capture_s=capture_s,
         measure_s=measure_s,
         measure_in_steps=measure_s / step_s,
-        simulated_bytes=simulate(graph, schedule).above_start_bytes,
+        simulated_bytes=unplanned(graph).above_start_bytes,
         allocator_bytes=allocator,
         eager_allocator_bytes=eager_allocator,
         process_bytes=process,

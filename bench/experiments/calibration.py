@@ -20,7 +20,7 @@ from bench.show.terminal import console, print_table, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
 from planner.solve import Problem, Solution, solve
-from planner.units import human_bytes, parse_budget
+from planner.units import human_bytes
 from profiler.estimating.calibration import Sizes, calibrated_cpu
 from profiler.estimating.devices import Device
 from profiler.estimating.kinds import OpKind, kind_of
@@ -222,9 +222,8 @@ def panel(row: dict[str, Any]) -> figures_estimates.Estimates:
 
 def plan_row(guess: Graph, truth: Graph, strategy: str, budget: str, *, time_limit_s: float) -> dict[str, Any]:
     """One strategy's plans on the estimated and on the measured graph for the same bytes, both judged on the latter."""
-    unplanned = Problem(graph=truth, budget_bytes=0).unplanned
-    limit = parse_budget(budget, start_bytes=truth.start_bytes, peak_bytes=unplanned.peak_bytes)
-    own = solve(Problem(graph=truth, budget_bytes=limit, time_limit_s=time_limit_s), make(strategy))
+    problem = Problem.of(truth, budget, time_limit_s=time_limit_s)
+    limit, own = problem.budget_bytes, solve(problem, make(strategy))
     other = solve(Problem(graph=guess, budget_bytes=limit, time_limit_s=time_limit_s), make(strategy))
     return {
         "strategy": strategy,

@@ -21,11 +21,8 @@ from bench.machine.row_files import command_line, save_rows
 from bench.show.terminal import print_table, stage
 from bench.workloads.spec import WorkloadSpec
 from bench.workloads.zoo import Workload
-from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import simulate
 from planner.solve import Problem, solve
-from planner.units import human_bytes, parse_budget
+from planner.units import human_bytes
 from profiler.estimating.devices import find_device
 from profiler.estimating.roofline import estimated
 from profiler.tracing.whole_step import capture_without_memory
@@ -84,9 +81,7 @@ def measure_large(spec: WorkloadSpec, time_limit_s: float) -> LargeRow:
     step = capture_without_memory(make, spec.batch_size, name=spec.title, target=target_for(device))
     capture_s, capture_cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
     graph = estimated(step, device)
-    unplanned = simulate(graph, lower(graph, Plan()))
-    budget = parse_budget(BUDGET, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
-    problem = Problem(graph=graph, budget_bytes=budget, time_limit_s=time_limit_s)
+    problem = Problem.of(graph, BUDGET, time_limit_s=time_limit_s)
     found = solve(problem, strategies.make(f"auto:seconds={time_limit_s}"))
     return LargeRow(
         model=spec.title,
@@ -96,7 +91,7 @@ def measure_large(spec: WorkloadSpec, time_limit_s: float) -> LargeRow:
         capture_s=capture_s,
         capture_cpu_s=capture_cpu_s,
         start_bytes=graph.start_bytes,
-        unplanned_peak_bytes=unplanned.peak_bytes,
+        unplanned_peak_bytes=problem.unplanned.peak_bytes,
         budget=BUDGET,
         status=found.status.value,
         planned_peak_bytes=None if found.timeline is None else found.timeline.peak_bytes,

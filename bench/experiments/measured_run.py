@@ -16,11 +16,8 @@ from bench.machine.memory import check_fits
 from bench.show.terminal import console, say
 from bench.workloads.spec import WorkloadSpec
 from bench.workloads.zoo import Workload
-from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, solve_if_needed
-from planner.units import human_bytes, parse_budget
+from planner.units import human_bytes
 from profiler.measuring.memory import OutOfMemory, guarded
 from profiler.measuring.op_times import Measured, measure
 from profiler.tracing.whole_step import TracedStep
@@ -161,10 +158,7 @@ def _progress() -> Progress:
 
 
 def _problem(measured: Measured, budget: str, time_limit_s: float) -> Problem:
-    graph = measured.graph
-    peak = simulate(graph, lower(graph, Plan())).peak_bytes
-    limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak)
-    return Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s)
+    return Problem.of(measured.graph, budget, time_limit_s=time_limit_s)
 
 
 def _observe(step: Callable[[Any], Any], workload: Workload, traced: TracedStep) -> Observation:

@@ -14,8 +14,9 @@ from bench.show.trade_off_figure import draw_trade_off
 from planner.analysis import floor
 from planner.errors import FileFormatError
 from planner.ir import Graph
+from planner.simulator import unplanned
 from planner.solve import Problem, Status, Strategy, solve
-from planner.units import human_bytes, parse_budget
+from planner.units import human_bytes
 from strategies.frontier import budget_for, pareto
 from strategies.ilp.search import Ilp
 
@@ -66,8 +67,8 @@ class TradeOff:
 
 def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, time_limit_s: float) -> TradeOff:
     """Every strategy at every budget; `time_limit_s` is for each of them."""
-    base = Problem(graph=graph, budget_bytes=graph.start_bytes).unplanned
-    sizes = {b: parse_budget(b, start_bytes=graph.start_bytes, peak_bytes=base.peak_bytes) for b in budgets}
+    base = unplanned(graph)
+    sizes = {b: Problem.of(graph, b).budget_bytes for b in budgets}
     falling = sorted(sizes.items(), key=lambda item: -item[1])
     rows: list[TradeOffRow] = []
     for spec in specs:
@@ -226,7 +227,7 @@ def run_budget_for(graph: Graph, overhead: float, *, time_limit_s: float) -> dic
     """Print the least memory in which the step is at most `overhead` slower; returns it as plain data."""
     with stage(f"{graph.name}: the least memory at most {overhead:.1%} slower"):
         found = budget_for(graph, overhead=overhead, time_limit_s=time_limit_s)
-    base = Problem(graph=graph, budget_bytes=graph.start_bytes).unplanned
+    base = unplanned(graph)
     added = base.above_start_bytes
     share = (found.peak_bytes - base.start_bytes) / added if added else 1.0
     console.print(

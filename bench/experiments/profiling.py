@@ -13,9 +13,9 @@ from bench.show import figures
 from bench.show.terminal import console, print_table, say, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, candidates, recomputation
-from planner.schedule import lower
-from planner.simulator import Timeline, simulate
+from planner.plan import candidates, recomputation
+from planner.schedule import unplanned_schedule
+from planner.simulator import Timeline, unplanned
 from planner.units import human_bytes
 from profiler.measuring.op_times import Measured, measure
 from profiler.tracing.whole_step import capture
@@ -34,7 +34,7 @@ def run_profile(spec: WorkloadSpec, *, out: Path | None) -> Measured:
     measured = measure(traced, batch)
     measure_s = time.perf_counter() - started
     graph = measured.graph
-    timeline = simulate(graph, lower(graph, Plan()))
+    timeline = unplanned(graph)
     _print_summary(graph, timeline)
     console.print(f"captured in {capture_s:.1f} s, measured in {measure_s:.1f} s ({graph.timing})")
     if traced.opaque_reason:
@@ -83,8 +83,7 @@ def write_files(out: Path, measured: Measured) -> None:
 
 def draw_step(out: Path, graph: Graph) -> list[Path]:
     """The four figures of a step, drawn from its graph alone."""
-    schedule = lower(graph, Plan())
-    timeline = simulate(graph, schedule)
+    schedule, timeline = unplanned_schedule(graph), unplanned(graph)
     names = ("peak_breakdown", "memory", "largest_activations", "time_by_kind")
     breakdown, memory, largest, kinds = paths = [out / f"{name}.png" for name in names]
     peak = human_bytes(timeline.peak_bytes)

@@ -11,10 +11,9 @@ from bench.machine.row_files import command_line, save_rows
 from bench.show.terminal import print_table, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
-from planner.plan import Plan
 from planner.scaling import Scaling
-from planner.schedule import lower
-from planner.simulator import simulate
+from planner.schedule import unplanned_schedule
+from planner.simulator import unplanned
 from planner.units import human_bytes
 from profiler.measuring.meters import meter_for, peak_above_start
 from profiler.measuring.op_times import measure
@@ -74,7 +73,7 @@ def _run(spec: WorkloadSpec) -> tuple[Graph, int]:
     """The measured graph, and what the captured step adds to memory by the allocator's own count."""
     step, model, optimizer, batch = spec.make()
     measured = measure(capture(step, model, optimizer, batch), batch, show_progress=False)
-    module = apply(measured.traced, lower(measured.graph, Plan()))
+    module = apply(measured.traced, unplanned_schedule(measured.graph))
     measured.traced.convention.call(module, batch)
     for p in model.parameters():
         p.grad = None
@@ -84,7 +83,7 @@ def _run(spec: WorkloadSpec) -> tuple[Graph, int]:
 
 
 def _peak(graph: Graph) -> int:
-    return simulate(graph, lower(graph, Plan())).above_start_bytes
+    return unplanned(graph).above_start_bytes
 
 
 COLUMNS = ("model", "from batches", "scaled", "off by", "captured", "off by", "allocator", "tensors exact")

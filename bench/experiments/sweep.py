@@ -20,11 +20,9 @@ from bench.show import batch_figures as figures_batches
 from bench.show.terminal import console, print_table, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph, Op, Timing, TimingKind
-from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import Timeline, simulate
+from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, solve_if_needed
-from planner.units import human_bytes, parse_budget
+from planner.units import human_bytes
 from profiler.measuring.memory import OutOfMemory, guarded
 from profiler.measuring.op_times import measure
 from profiler.tracing.without_memory import made_without_memory
@@ -146,9 +144,8 @@ class _Sweep:
         source = self._largest_measured(measured_rows)
         if source is not None:
             graph = scaled(graph, source)
-        unplanned = simulate(graph, lower(graph, Plan()))
-        limit = parse_budget(self.budget, start_bytes=graph.start_bytes, peak_bytes=unplanned.peak_bytes)
-        problem = Problem(graph=graph, budget_bytes=limit, time_limit_s=self.time_limit_s)
+        problem = Problem.of(graph, self.budget, time_limit_s=self.time_limit_s)
+        unplanned = problem.unplanned
         with stage(f"{spec.title}: planned, not run"):
             solution = solve_if_needed(problem, strategies.make(self.strategy_spec), label=self.strategy_spec)
         planned = solution.timeline if solution.status is Status.FITS else None

@@ -23,9 +23,8 @@ from bench.workloads.zoo import Workload
 from planner.analysis import floor
 from planner.errors import PlannerError
 from planner.ir import Graph
-from planner.plan import Plan
 from planner.scaling import Scaling
-from planner.schedule import Schedule, lower
+from planner.schedule import Schedule, lower, unplanned_schedule
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes
@@ -359,7 +358,7 @@ class _Question:
         )
         self.scaled = self._checked(plain, 3 * low)
         self.step = SizedStep.of(self.captures, sizes, self.device)
-        self.book = Book(lower(self.captures[0].graph, Plan()))
+        self.book = Book(unplanned_schedule(self.captures[0].graph))
 
     def _checked(self, plain: Scaling, batch: int) -> Scaled:
         """What a third capture says; a step that wants other sizes than this one is not refused for it."""

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from planner.ir import Graph, Role
-from planner.plan import Plan
-from planner.schedule import lower
-from planner.simulator import simulate
+from planner.simulator import unplanned
 from planner.units import human_bytes
 from profiler.measuring.memory import OutOfMemory, available_bytes
 from profiler.tracing.whole_step import TracedStep
@@ -47,7 +45,7 @@ def need_of(traced: TracedStep, *, proven_steps: int = 0) -> Need:
     lazy = 0 if traced.convention.optimizer.state else _start_bytes(graph, Role.OPT_STATE)  # made by the first step
     kept, seen = state - lazy, state + proven_steps * gradients if proven_steps else 0
     return Need(
-        peak_bytes=lazy + simulate(graph, lower(graph, Plan())).above_start_bytes,
+        peak_bytes=lazy + unplanned(graph).above_start_bytes,
         peak_copies_bytes=kept + seen + max(0, proven_steps - 1) * gradients,
         done_bytes=lazy + gradients,
         done_copies_bytes=kept + 2 * seen,

@@ -13,9 +13,8 @@ from typing import Any, assert_never
 from bench.show.residency import Lifeline
 from planner.extras import needs_extra
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan
-from planner.schedule import Schedule, lower
-from planner.simulator import Timeline, bytes_by_role, simulate
+from planner.schedule import Schedule, unplanned_schedule
+from planner.simulator import Timeline, bytes_by_role, simulate, unplanned
 from planner.units import human_bytes
 from planner.walk import Freed, Ran, walk
 
@@ -345,5 +344,4 @@ def draw_time_by_kind(path: Path, rows: Sequence[tuple[str, dict[Phase, float], 
 
 def unplanned_curve(graph: Graph) -> Curve:
     """Memory over time of the step as it is."""
-    schedule = lower(graph, Plan())
-    return curve(graph, schedule, simulate(graph, schedule), label="unplanned")
+    return curve(graph, unplanned_schedule(graph), unplanned(graph), label="unplanned")

@@ -11,8 +11,7 @@ from bench.show import figures
 from bench.show.residency import lifelines, plan_text
 from bench.show.schedule_table import Executed, Kind, executed, freed_names, sequence_text
 from planner.ir import Graph
-from planner.plan import Plan
-from planner.schedule import lower
+from planner.schedule import unplanned_schedule
 from planner.solve import Solution
 from planner.units import human_bytes
 
@@ -23,7 +22,7 @@ def write_graph(out: Path, solution: Solution) -> list[Path]:
     """before and after as .txt and .dot, graph.html with both side by side, plan.png and plan.txt."""
     graph, problem = solution.problem.graph, solution.problem
     assert solution.schedule is not None
-    before = executed(graph, lower(graph, Plan(), in_place=problem.in_place))
+    before = executed(graph, unplanned_schedule(graph, in_place=problem.in_place))
     after = executed(graph, solution.schedule)
     texts = {
         "before.txt": sequence_text(graph, before, title=f"{graph.name}: the step as it is"),

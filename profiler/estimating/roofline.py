@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.ir import Graph, Op, Timing, TimingKind
-from planner.plan import Plan
-from planner.schedule import lower
+from planner.schedule import unplanned_schedule
 from profiler.estimating.devices import A100, Device, Workspace
 from profiler.estimating.kinds import LOOKUPS, OpKind, kind_of
 from profiler.ops import argument, base_name, memory_of, overload, tensors_of, written
@@ -101,7 +100,7 @@ def op_costs(step: TracedStep) -> tuple[OpCost | None, ...]:
 
 def _runs_in_place(graph: Graph) -> frozenset[int]:
     """The ops that the unplanned step runs in the memory of an input: they make none."""
-    return frozenset(run.op for run in lower(graph, Plan()).runs if run.into is not None)
+    return frozenset(run.op for run in unplanned_schedule(graph).runs if run.into is not None)
 
 
 def _op_cost(graph: Graph, op: Op, node: fx.Node, *, in_place: bool) -> OpCost:

@@ -18,8 +18,7 @@ from rich.progress import Progress
 from torch import Tensor, fx
 
 from planner.ir import Graph, Rerun, Timing, TimingKind
-from planner.plan import Plan
-from planner.schedule import RunKind, Schedule, lower
+from planner.schedule import RunKind, Schedule, unplanned_schedule
 from planner.walk import Freed, Ran, walk
 from profiler.errors import CaptureError
 from profiler.measuring.meters import MemorySample, Meter, meter_for
@@ -79,7 +78,7 @@ def measure(
     if wrong:
         raise CaptureError(f"not the batch, model or optimizer that was captured: {'; '.join(wrong[:3])}")
     meter = meter or meter_for(_device(traced))
-    schedule = schedule if schedule is not None else lower(traced.graph, Plan())
+    schedule = schedule if schedule is not None else unplanned_schedule(traced.graph)
     with (
         state_kept(
             convention.model,

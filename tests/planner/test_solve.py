@@ -13,8 +13,8 @@ import strategies
 from planner.errors import BudgetError, NoPlan, PlanError
 from planner.ir import Graph, Timing, TimingKind
 from planner.plan import BoundClass, Plan, candidates, with_bound
-from planner.schedule import Run, lower
-from planner.simulator import simulate
+from planner.schedule import Run, lower, unplanned_schedule
+from planner.simulator import simulate, unplanned
 from planner.solve import COLUMNS, Problem, Row, Solution, Status, Strategy, cells, compare, solve, table
 from planner.synthetic import accumulation, chain, residual_tower, transformer, unet
 from tests.small import block, eviction, golden, names, read_twice
@@ -258,3 +258,36 @@ def test_another_number_of_segments_than_the_square_root_wins(graph, budget, bes
 def test_strategies_are_recognised_by_their_shape():
     assert isinstance(Says(twice), Strategy)
     assert not isinstance(object(), Strategy)
+
+
+# -- the step as it is, and problems as people state them -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_unplanned_step_is_lowered_and_simulated_once_a_graph(in_place, monkeypatch):
+    graph = residual_tower(3)
+    expected = simulate(graph, lower(graph, Plan(), in_place=in_place))
+    assert unplanned(graph, in_place=in_place) == expected
+    assert unplanned_schedule(graph, in_place=in_place) == lower(graph, Plan(), in_place=in_place)
+    monkeypatch.setattr("planner.simulator.Memory", None)
+    monkeypatch.setattr("planner.schedule._Lowering", None)
+    problem = Problem.of(graph, "60%", in_place=in_place)
+    assert unplanned(graph, in_place=in_place) is problem.unplanned is problem.limited(1.0).timeline(Plan())
+    assert problem.schedule(Plan()) is unplanned_schedule(graph, in_place=in_place)
+    assert solve(problem, strategies.make("keep_all")).timeline is problem.unplanned
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_problem_of_a_share_bounds_start_and_that_share_of_what_the_step_adds(in_place):
+    graph = residual_tower(3)
+    base = simulate(graph, lower(graph, Plan(), in_place=in_place))
+    problem = Problem.of(graph, "60%", time_limit_s=3.0, in_place=in_place)
+    assert problem.budget_bytes == base.start_bytes + int(0.6 * base.above_start_bytes)
+    assert (problem.graph, problem.time_limit_s, problem.in_place) == (graph, 3.0, in_place)
+
+
+def test_a_problem_of_bytes_bounds_the_total_peak():
+    graph = residual_tower(3)
+    assert Problem.of(graph, "2KiB").budget_bytes == Problem.of(graph, 2048).budget_bytes == 2048
+    with pytest.raises(BudgetError, match="nothing runs in no memory"):
+        Problem.of(graph, "0%")

@@ -7,8 +7,7 @@ import torch
 
 import rewriter.tight_memory
 from planner.errors import PlannerError
-from planner.schedule import lower
-from planner.simulator import simulate
+from planner.simulator import simulate, unplanned
 from planner.solve import Status
 from profiler.measuring.op_times import measure
 from profiler.tracing.whole_step import capture
@@ -27,7 +26,7 @@ def planned(workload, budget="60%", **options):
 
 
 def limit_of(traced, share):
-    peak = simulate(traced.graph, lower(traced.graph, rewriter.tight_memory.Plan())).above_start_bytes
+    peak = unplanned(traced.graph).above_start_bytes
     return traced.graph.start_bytes + int(share * peak)
 
 
