@@ -118,6 +118,7 @@ class Solution:
     solve_s: float
     solve_cpu_s: float  # processor time: what `solve_s` would be on a machine with nothing else to do
     reason: str
+    proof: str = ""  # whether the replayed step was seen to do the user's arithmetic; "" where nobody asked
 
     @property
     def gap(self) -> float | None:
@@ -156,6 +157,7 @@ class Solution:
             f"{head}: peak {human_bytes(timeline.peak_bytes)} (unplanned {human_bytes(base.peak_bytes)}, "
             f"budget {human_bytes(self.problem.budget_bytes)}), {timeline.overhead:.1%} more time "
             f"({graph.timing}){bound}; drops {len(self.dropped)} of {len(candidates(graph))} activations"
+            + (f"; {self.proof}" if self.proof else "")
         )
 
 

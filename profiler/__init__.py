@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from profiler.errors import CaptureError
 from profiler.measuring.op_times import Measured, OpStats, measure
-from profiler.tracing.session import TrainStep
 from profiler.tracing.whole_step import TracedStep, capture, capture_without_memory
+from profiler.workload import TrainStep, Workload
 
 __all__ = [
     "CaptureError",
     "Measured",
     "OpStats",
     "TracedStep",
+    "Workload",
     "capture",
     "capture_without_memory",
     "measure",
@@ -30,7 +31,7 @@ __all__ = [
 def profile(
     train_step: TrainStep,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     batch: Any,
     *,
     name: str = "",

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from planner.errors import PlannerError
 from planner.units import human_bytes
 from profiler.measuring.meters import meter_for, peak_above_start
-from profiler.measuring.restoring import state_kept
+from profiler.measuring.restoring import Touched
+from profiler.workload import device_of
 
 StepFunction = Callable[[Any], Any]
 Observed = dict[tuple[str, str], Tensor]
@@ -61,36 +62,19 @@ class Verification:
 def verify(
     eager: StepFunction,
     planned: StepFunction,
-    model: nn.Module,
-    optimizer: Optimizer,
+    touched: Touched,
     batch: Any,
     *,
     predicted_peak_bytes: int,
-    unread_gradients: Sequence[Tensor] = (),
-    generators: Sequence[torch.Generator] = (),
-    tensors: Sequence[Tensor] = (),
     compare_gradients: bool = True,
     steps: int = 3,
 ) -> Verification:
     """Run both from the same state and generator for a few steps; the user's objects stay as they are.
 
-    `eager` and `planned` take a batch and step the same `model` and `optimizer`. `generators` are the user's own
-    that they draw from, `tensors` what they write to beside model and optimizer. `compare_gradients` is off for a
-    planned step that was told to free them.
+    `eager` and `planned` take a batch and step the same model and optimizer, those of `touched`. `compare_gradients` is
+    off for a planned step that was told to free them.
     """
-    expected, actual = (
-        observe(
-            step,
-            model,
-            optimizer,
-            batch,
-            steps=steps,
-            unread_gradients=unread_gradients,
-            generators=generators,
-            tensors=tensors,
-        )
-        for step in (eager, planned)
-    )
+    expected, actual = (observe(step, touched, batch, steps=steps) for step in (eager, planned))
     return compare(expected, actual, predicted_peak_bytes=predicted_peak_bytes, compare_gradients=compare_gradients)
 
 
@@ -127,47 +111,48 @@ def compare(
     )
 
 
+def _nothing() -> None: ...
+
+
 def observe(
-    step: StepFunction,
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: Any,
-    *,
-    steps: int,
-    unread_gradients: Sequence[Tensor] = (),
-    generators: Sequence[torch.Generator] = (),
-    tensors: Sequence[Tensor] = (),
+    step: StepFunction, touched: Touched, batch: Any, *, steps: int, begin: Callable[[], None] = _nothing
 ) -> Observation:
     """Step a few times and put everything back.
 
-    Seen are what each step returns, every gradient after it, and at the end parameters, buffers, optimizer
-    state, the generators, and `tensors`, which the step writes to beside model and optimizer. The peak is that of the
-    last step, begun without the `.grad`s of `unread_gradients`, which the step clears anyway. A parameter that has no
-    `.grad` now has none when any of the steps begins.
+    Seen are what each step returns, every gradient after it, and at the end all else that it touches. The peak is that
+    of the last step, begun without the `.grad`s that the step clears anyway. A parameter that has no `.grad` now has
+    none when any of the steps begins. `begin` is called before the first step, so that what it makes does not count.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    model = touched.model
     seen: Observed = {}
     returned: list[Any] = []
     without = [p for p in model.parameters() if p.grad is None]
-    with state_kept(model, optimizer, generators=generators, tensors=tensors):
+    with touched.kept():
+        begin()
         for i in range(steps - 1):
             torch.clear_autocast_cache()  # inside one `with autocast`, eager would go on with the casts of old weights
             _take(seen, i, step(batch), model)
             _clear(without)
-        _clear(unread_gradients)
+        _clear(touched.unread_gradients)
         torch.clear_autocast_cache()
-        peak = peak_above_start(meter_for(device), lambda: returned.append(step(batch)))
+        peak = peak_above_start(meter_for(device_of(model)), lambda: returned.append(step(batch)))
         _take(seen, steps - 1, returned.pop(), model)
-        for kind, name, tensor in _state(model, optimizer):
+        for kind, name, tensor in _left_behind(touched):
             seen[kind, name] = _copy(tensor)
-        seen["generators", "CPU generator"] = torch.get_rng_state()
-        if device.type == "cuda":
-            seen["generators", "CUDA generator"] = torch.cuda.get_rng_state(device)
-        for i, generator in enumerate(generators):
-            seen["generators", f"generator {i} of the step's own"] = generator.get_state()
-        for i, tensor in enumerate(tensors):
-            seen["other tensors", f"tensor {i} that the step writes to"] = _copy(tensor)
     return Observation(steps=steps, tensors=seen, peak_bytes=peak)
+
+
+def _left_behind(touched: Touched) -> Iterator[tuple[str, str, Tensor]]:
+    """Everything but gradients and returned values: what they are called, and the tensor."""
+    device = device_of(touched.model)
+    yield from _state(touched.model, touched.optimizer)
+    yield "generators", "CPU generator", torch.get_rng_state()
+    if device.type == "cuda":
+        yield "generators", "CUDA generator", torch.cuda.get_rng_state(device)
+    for i, generator in enumerate(touched.generators):
+        yield "generators", f"generator {i} of the step's own", generator.get_state()
+    for i, tensor in enumerate(touched.tensors):
+        yield "other tensors", f"tensor {i} that the step writes to", tensor
 
 
 def _clear(params: Sequence[Tensor]) -> None:
@@ -183,13 +168,13 @@ def _take(seen: Observed, i: int, returned: Any, model: nn.Module) -> None:
             seen["gradients", f"gradient of {name} after step {i + 1}"] = _copy(p.grad)
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+def _state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, str, Tensor]]:
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         yield "parameters", f"parameter {name}", p
     for name, buffer in model.named_buffers():
         yield "buffers", f"buffer {name}", buffer
-    for owner, state in optimizer.state.items():
+    for owner, state in (optimizer.state if optimizer is not None else {}).items():
         for key, value in state.items():
             if value is not None:
                 yield "optimizer states", f"{key} of {names.get(owner, 'a parameter')}", _as_tensor(value)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import fx, nn
-from torch.optim import Optimizer
+from torch import fx
 
 from planner.errors import FileFormatError, PlannerError
 from planner.explain import Decision
 from planner.ir import Graph
 from planner.plan import Plan
-from planner.schedule import unplanned_schedule
-from planner.simulator import Timeline, unplanned
+from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
-from planner.units import parse_budget
-from profiler.tracing.whole_step import TracedStep, capture
-from rewriter.budgets import AUTO, auto_budget, margin_bytes, over_budget
-from rewriter.proof import Verification, VerificationError, observe, verify
-from rewriter.replay import apply
-from rewriter.tight_memory import Ready, measure_within
+from planner.units import human_bytes
+from profiler.workload import Workload
+from rewriter.budgets import over_budget
+from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven
+from rewriter.proof import Verification, VerificationError
 
-TrainStep = Callable[[Any, Any, Any], Any]
+DOES_NOT_FIT = "your own step does not fit in memory beside it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +35,7 @@ class Settings:
     in_place: bool
     plan_file: str | Path | None
     verify_steps: int
+    prove_every: int
     most_shapes: int
     free_gradients: bool
     early_updates: bool
@@ -47,13 +43,18 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class Form:
     """One captured, planned and rewritten form of the step."""
 
-    traced: TracedStep
+    ready: ReadyStep
     solution: Solution
-    module: fx.GraphModule
-    verification: Verification | None
+    limit: Limit
+    planned: Planned
+    verification: Verification | None = None
+
+    def mismatches(self, batch: Any) -> list[str]:
+        """What is not as this form assumes; empty where it may run."""
+        return self.ready.traced.convention.check(batch)
 
 
 class CheckpointedStep:
@@ -63,18 +64,20 @@ class CheckpointedStep:
     on first sight; the last few forms are kept.
     """
 
-    def __init__(self, train_step: TrainStep, model: nn.Module, optimizer: Optimizer, settings: Settings) -> None:
-        self._train_step = train_step
-        self._model = model
-        self._optimizer = optimizer
+    def __init__(self, workload: Workload, settings: Settings) -> None:
+        self._workload = workload._replace(batch=None)  # a batch is not kept alive
         self._settings = settings
-        self._forms: list[Prepared] = []  # the most recently used first
+        self._forms: list[Form] = []  # the most recently used first
         self._new_numbers = 0  # how often a form was left because a number of the optimizer's had changed
+        self._calls = 0
 
     def __call__(self, batch: Any) -> Any:
         """One training step on `batch`; returns what the user's own step returns."""
         form = self._form_for(batch)
-        return form.traced.convention.run(form.module, batch)
+        if self._settings.prove_every and self._calls and self._calls % self._settings.prove_every == 0:
+            self._proven(form, batch, steps=1)
+        self._calls += 1
+        return form.planned.run(batch)
 
     # -- what it will tell ----------------------------------------------------------------------------------
 
@@ -85,13 +88,13 @@ class CheckpointedStep:
 
     @property
     def verification(self) -> Verification | None:
-        """What `verify=True` found for the form used last."""
+        """What the last proof found for the form used last; None where there was none."""
         return self._forms[0].verification
 
     @property
     def module(self) -> fx.GraphModule:
         """The rewritten graph of the form used last."""
-        return self._forms[0].module
+        return self._forms[0].planned.module
 
     def timeline(self) -> Timeline:
         """Bytes at every step of the schedule, and the predicted time."""
@@ -119,21 +122,34 @@ class CheckpointedStep:
         assert self.solution.plan is not None
         self.solution.plan.save(path, self.solution.problem.graph)
 
+    def prove(self, batch: Any, *, steps: int = 1) -> Verification:
+        """Run your own step and the planned one from the state of now, and compare every bit; nothing is changed.
+
+        VerificationError names the first tensor that differs.
+        """
+        if steps < 1:
+            raise PlannerError(f"steps={steps}: a proof runs at least one step of each version")
+        return self._proven(self._form_for(batch), batch, steps=steps)
+
     # -- forms ----------------------------------------------------------------------------------------------
 
-    def _form_for(self, batch: Any) -> Prepared:
+    def _form_for(self, batch: Any) -> Form:
         wrong: list[str] = []
         for i, form in enumerate(self._forms):
-            mismatches = form.traced.convention.check(batch)
+            mismatches = form.mismatches(batch)
             if not mismatches:
                 if i:
                     self._forms.insert(0, self._forms.pop(i))
                 return form
             wrong = wrong or mismatches
-        if self._forms and self._forms[0].traced.convention.guards.changed_numbers(self._optimizer):
-            self._new_numbers += 1
+        self._count_new_numbers()
         self._say_why(wrong)
         return self.prepare(batch)
+
+    def _count_new_numbers(self) -> None:
+        convention = self._forms[0].ready.traced.convention if self._forms else None
+        if convention is not None and convention.guards.changed_numbers(convention.optimizer):
+            self._new_numbers += 1
 
     def _say_why(self, wrong: list[str]) -> None:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
@@ -149,92 +165,40 @@ class CheckpointedStep:
         """Whether its numbers change so often (a schedule of momentum, say) that none of them should be baked in."""
         return self._new_numbers > 1 and not self._settings.early_updates
 
-    def prepare(self, batch: Any) -> Prepared:
-        """Capture, measure, plan and rewrite for `batch`; OverBudget before anything is changed."""
+    def prepare(self, batch: Any) -> Form:
+        """Capture, measure, plan, rewrite and prove for `batch`; OverBudget before anything is changed."""
         settings = self._settings
-        traced = capture(
-            self._train_step,
-            self._model,
-            self._optimizer,
-            batch,
-            free_gradients=settings.free_gradients,
-            early_updates=settings.early_updates,
-            optimizer_outside=self._optimizer_outside,
+        ready = prepare(
+            self._workload._replace(batch=batch),
+            [settings.budget],
+            liberties=Liberties(
+                free_gradients=settings.free_gradients,
+                early_updates=settings.early_updates,
+                optimizer_outside=self._optimizer_outside,
+            ),
+            in_place=settings.in_place,
+            show_progress=settings.show_progress,
         )
-        limit, _ = self._budget(traced.graph)
-        ready = measure_within(traced, batch, limit_bytes=limit, show_progress=settings.show_progress)
-        self._check_verifiable(ready)
-        traced = ready.traced
-        solution = self._solve(ready, batch)
+        limit, solution = self._solved(ready)
         assert solution.schedule is not None
-        module = apply(traced, solution.schedule)
-        form = Prepared(traced=traced, solution=solution, module=module, verification=None)
-        if settings.verify_steps:
-            form = Prepared(traced=traced, solution=solution, module=module, verification=self._verify(form, batch))
+        ready = replace(ready, workload=self._workload)  # which does not keep the batch alive
+        form = Form(ready=ready, solution=solution, limit=limit, planned=ready.replayed(solution.schedule))
+        form = self._proven_at_first(form, batch)
         self._forms.insert(0, form)
         del self._forms[settings.most_shapes :]
         return form
 
-    def _check_verifiable(self, ready: Ready) -> None:
-        if self._settings.verify_steps and not ready.as_it_is:
-            raise PlannerError(
-                "verify=True runs your own step beside the planned one, and your own does not fit in memory: verify on "
-                "a smaller batch, then plan this one without"
-            )
+    # -- plans ----------------------------------------------------------------------------------------------
 
-    def _solve(self, ready: Ready, batch: Any) -> Solution:
-        settings, graph = self._settings, ready.traced.graph
-        given = self._given(graph)
+    def _solved(self, ready: ReadyStep) -> tuple[Limit, Solution]:
+        settings, given = self._settings, self._given(ready.graph)
         keeps_all = ready.as_it_is and (given is None or given.keeps_all)
-        limit, margin = self._limit(ready.traced, batch, keeps_all=keeps_all)
-        problem = Problem(
-            graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s, in_place=settings.in_place
-        )
+        limit = limit_of(ready, settings.budget, in_place=settings.in_place, keeps_all=keeps_all)
+        problem = limit.problem(ready.graph, time_limit_s=settings.time_limit_s, in_place=settings.in_place)
         solution = solve(problem, given) if given else solve_if_needed(problem, settings.strategy, label=settings.label)
         if solution.status is not Status.FITS:
-            raise over_budget(solution, limit, margin)
-        return solution
-
-    def _budget(self, graph: Graph) -> tuple[int, int]:
-        """The budget in bytes, and the peak of the unplanned step, which a share of it is meant of."""
-        peak_bytes = unplanned(graph, in_place=self._settings.in_place).peak_bytes
-        return self._as_bytes(graph, peak_bytes), peak_bytes
-
-    def _as_bytes(self, graph: Graph, peak_bytes: int) -> int:
-        budget = self._settings.budget
-        if budget == AUTO:
-            return auto_budget(graph, next(self._model.parameters()).device, torch.cuda)
-        return parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
-
-    def _limit(self, traced: TracedStep, batch: Any, *, keeps_all: bool) -> tuple[int, int]:
-        """The budget in bytes, and what of it is kept free: nothing where the step fits it as it is.
-
-        `keeps_all` says that running without any recomputation would be an answer.
-        """
-        graph = traced.graph
-        limit, peak_bytes = self._budget(graph)
-        margin = margin_bytes(graph, limit)
-        if not keeps_all or not limit - margin < peak_bytes <= limit:
-            return limit, margin
-        # Too close to trust the prediction, and a needless plan would cost time: let the step itself say.
-        measured_bytes = graph.start_bytes + self._measured_peak(traced, batch)
-        limit = self._as_bytes(graph, max(peak_bytes, measured_bytes))
-        return limit, (0 if measured_bytes <= limit else margin_bytes(graph, limit))
-
-    def _measured_peak(self, traced: TracedStep, batch: Any) -> int:
-        """What the captured step really adds to memory when it runs unplanned; everything is put back."""
-        module = apply(traced, unplanned_schedule(traced.graph, in_place=self._settings.in_place))
-        seen = observe(
-            lambda b: traced.convention.call(module, b),
-            self._model,
-            self._optimizer,
-            batch,
-            steps=2,  # a first step may still make what later ones find there
-            unread_gradients=[slot.tensor() for slot in traced.convention.dropped],
-            generators=traced.generators,
-            tensors=traced.written_outside(batch),
-        )
-        return seen.peak_bytes
+            raise over_budget(solution, limit.nbytes, limit.margin_bytes)
+        return limit, solution
 
     def _given(self, graph: Graph) -> _Given | None:
         """The plan from the file; a form that turns up later and does not match it is planned like any other."""
@@ -247,29 +211,39 @@ class CheckpointedStep:
                 raise
             return None
 
-    def _verify(self, form: Prepared, batch: Any) -> Verification:
-        convention = form.traced.convention
-        timeline = form.solution.timeline
-        assert timeline is not None
-        found = verify(
-            lambda b: self._train_step(self._model, self._optimizer, b),
-            lambda b: convention.call(form.module, b),
-            self._model,
-            self._optimizer,
-            batch,
-            predicted_peak_bytes=timeline.above_start_bytes,
-            unread_gradients=[slot.tensor() for slot in convention.dropped],
-            generators=form.traced.generators,
-            tensors=form.traced.written_outside(batch),
-            compare_gradients=not self._settings.free_gradients,
-            steps=self._settings.verify_steps,
-        )
+    # -- proofs ---------------------------------------------------------------------------------------------
+
+    def _proven_at_first(self, form: Form, batch: Any) -> Form:
+        steps = self._settings.verify_steps
+        if not steps:
+            return replace(form, solution=proven(form.solution, None, why_not="verify=False"))
+        if not form.ready.as_it_is:
+            warnings.warn(f"this plan is unproven: {DOES_NOT_FIT}", UserWarning, stacklevel=4)
+            return replace(form, solution=proven(form.solution, None, why_not=DOES_NOT_FIT))
+        return self._with_proof(form, batch, steps=steps)
+
+    def _proven(self, form: Form, batch: Any, *, steps: int) -> Verification:
+        """A proof of the form in use, noted in it."""
+        self._forms[0] = self._with_proof(form, batch, steps=steps)
+        assert self._forms[0].verification is not None
+        return self._forms[0].verification
+
+    def _with_proof(self, form: Form, batch: Any, *, steps: int) -> Form:
+        found = form.ready.proof(form.planned, form.solution, batch, steps=steps)
         if not found.exact:
             raise VerificationError(
                 f"the planned step differs from yours: {found}. Nothing was changed. Please report it with the model "
                 "and optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
             )
-        return found
+        over_bytes = form.ready.graph.start_bytes + found.measured_peak_bytes - form.limit.nbytes
+        if over_bytes > 0:
+            warnings.warn(
+                f"the planned step was measured at {human_bytes(over_bytes)} over the budget of "
+                f"{human_bytes(form.limit.nbytes)}: {found}",
+                UserWarning,
+                stacklevel=5,
+            )
+        return replace(form, verification=found, solution=proven(form.solution, found))
 
 
 class _Given:

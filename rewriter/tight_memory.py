@@ -17,8 +17,9 @@ from planner.solve import Problem, solve
 from planner.units import human_bytes
 from profiler.estimating.roofline import with_roofline_times
 from profiler.measuring.memory import OutOfMemory, available_bytes, guarded
-from profiler.measuring.op_times import measure
+from profiler.measuring.op_times import Measured, measure
 from profiler.tracing.whole_step import TracedStep
+from profiler.workload import device_of
 from rewriter.budgets import OverBudget, over_budget
 
 # Of what the budget lets a step add: how much a provisional plan may take. The rest is for the workspaces, which nobody
@@ -32,7 +33,7 @@ STRATEGY = "auto"
 class Ready:
     """A measured step. `as_it_is` says whether it was measured unplanned, so that it can be run so too."""
 
-    traced: TracedStep
+    measured: Measured
     as_it_is: bool
 
 
@@ -41,12 +42,12 @@ def measure_within(traced: TracedStep, batch: Any, *, limit_bytes: int, show_pro
 
     `limit_bytes` is the budget. OverBudget if it runs out of memory under every provisional plan within it.
     """
-    device = next((p.device for p in traced.convention.model.parameters()), torch.device("cpu"))
+    device = device_of(traced.convention.model)
     needed, there = needed_bytes(traced.graph, device), available_bytes(device)
     if needed <= there:
         unplanned = _measured(traced, batch, None, show_progress)
         if unplanned is not None:
-            return Ready(traced=unplanned, as_it_is=True)
+            return Ready(measured=unplanned, as_it_is=True)
     warnings.warn(
         f"the step as it is needs {human_bytes(needed)} more and {human_bytes(there)} can be had on {device}: its ops "
         "are measured under a provisional plan, made from estimated times",
@@ -56,7 +57,7 @@ def measure_within(traced: TracedStep, batch: Any, *, limit_bytes: int, show_pro
     for schedule in provisional_schedules(traced, limit_bytes):
         planned = _measured(traced, batch, schedule, show_progress)
         if planned is not None:
-            return Ready(traced=planned, as_it_is=False)
+            return Ready(measured=planned, as_it_is=False)
     raise OverBudget(
         f"out of memory on {device} while measuring the step, also under provisional plans for "
         f"{human_bytes(limit_bytes)} and less; {human_bytes(available_bytes(device))} can be had now: a smaller batch "
@@ -92,12 +93,12 @@ def provisional_schedules(traced: TracedStep, limit_bytes: int) -> Iterator[Sche
             yield solution.schedule
 
 
-def _measured(traced: TracedStep, batch: Any, schedule: Schedule | None, show_progress: bool) -> TracedStep | None:
+def _measured(traced: TracedStep, batch: Any, schedule: Schedule | None, show_progress: bool) -> Measured | None:
     """The measured step; None if memory ran out, with everything let go."""
     try:
         return guarded(
             "measuring the step",
-            lambda: measure(traced, batch, schedule=schedule, show_progress=show_progress).traced,
+            lambda: measure(traced, batch, schedule=schedule, show_progress=show_progress),
         )
     except OutOfMemory:
         return None

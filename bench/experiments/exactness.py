@@ -12,11 +12,13 @@ import strategies
 from bench.machine.row_files import command_line, save_rows
 from bench.show.terminal import console, print_table, say
 from bench.workloads.spec import OPTIMIZERS
-from bench.workloads.zoo import ZOO, Workload
+from bench.workloads.zoo import ZOO
 from planner.plan import candidates
 from planner.solve import Problem, solve
 from profiler.measuring.op_times import measure
+from profiler.measuring.restoring import Touched
 from profiler.tracing.whole_step import TracedStep, capture
+from profiler.workload import Workload
 from rewriter.proof import Observation, compare, observe
 from rewriter.replay import apply
 
@@ -85,17 +87,7 @@ def _rows_of(workload: Workload, names: dict[str, Any], specs: Sequence[str], st
 
 
 def _observed(call: Any, workload: Workload, traced: TracedStep, steps: int) -> Observation:
-    _, model, optimizer, batch = workload
-    unread = [slot.tensor() for slot in traced.convention.dropped]
-    return observe(
-        call,
-        model,
-        optimizer,
-        batch,
-        steps=steps,
-        unread_gradients=unread,
-        generators=traced.generators,
-    )
+    return observe(call, Touched.by(traced, workload[3]), workload[3], steps=steps)
 
 
 def matrix(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[Sequence[str]]]:

@@ -20,12 +20,12 @@ from bench.machine.fresh_process import give_row, row_of
 from bench.machine.row_files import command_line, save_rows
 from bench.show.terminal import print_table, stage
 from bench.workloads.spec import WorkloadSpec
-from bench.workloads.zoo import Workload
 from planner.solve import Problem, solve
 from planner.units import human_bytes
 from profiler.estimating.devices import find_device
 from profiler.estimating.roofline import estimated
 from profiler.tracing.whole_step import capture_without_memory
+from profiler.workload import Workload
 
 MODELS = (
     WorkloadSpec(model="bert-large", batch=32, seq=512),

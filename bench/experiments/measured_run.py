@@ -15,12 +15,13 @@ from bench.machine.clock import clock_for, gradients_put_back, spread
 from bench.machine.memory import check_fits
 from bench.show.terminal import console, say
 from bench.workloads.spec import WorkloadSpec
-from bench.workloads.zoo import Workload
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes
 from profiler.measuring.memory import OutOfMemory, guarded
 from profiler.measuring.op_times import Measured, measure
+from profiler.measuring.restoring import Touched
 from profiler.tracing.whole_step import TracedStep
+from profiler.workload import Workload
 from rewriter.proof import Observation, Verification, compare, observe
 from rewriter.replay import apply
 
@@ -162,18 +163,7 @@ def _problem(measured: Measured, budget: str, time_limit_s: float) -> Problem:
 
 
 def _observe(step: Callable[[Any], Any], workload: Workload, traced: TracedStep) -> Observation:
-    _, model, optimizer, batch = workload
-    unread = [slot.tensor() for slot in traced.convention.dropped]
-    return observe(
-        step,
-        model,
-        optimizer,
-        batch,
-        steps=PROVEN_STEPS,
-        unread_gradients=unread,
-        generators=traced.generators,
-        tensors=traced.written_outside(batch),
-    )
+    return observe(step, Touched.by(traced, workload[3]), workload[3], steps=PROVEN_STEPS)
 
 
 def _prove(

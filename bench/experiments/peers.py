@@ -24,8 +24,9 @@ from bench.machine.clock import clock_for, spread
 from bench.machine.fresh_process import FreshProcessError, give_row, row_of
 from bench.show.terminal import print_table, stage
 from bench.workloads.spec import WorkloadSpec
-from bench.workloads.zoo import Workload
 from planner.errors import PlannerError
+from profiler.measuring.restoring import Touched
+from profiler.workload import Workload
 from rewriter.proof import Observation, compare, observe
 
 # The repeated blocks of the zoo's models, by class name.
@@ -163,10 +164,8 @@ def measure_peer(spec: WorkloadSpec, name: str, pairs: int) -> dict[str, Any]:
 def _observe(workload: Workload, called: nn.Module) -> Observation:
     step, model, optimizer, batch = workload
     torch.manual_seed(0)
-    unread = list(model.parameters())
-    return observe(
-        lambda b: step(called, optimizer, b), model, optimizer, batch, steps=PROVEN_STEPS, unread_gradients=unread
-    )
+    touched = Touched(model=model, optimizer=optimizer, unread_gradients=list(model.parameters()))
+    return observe(lambda b: step(called, optimizer, b), touched, batch, steps=PROVEN_STEPS)
 
 
 def _ratios(plain: Workload, changed: Workload, called: nn.Module, pairs: int) -> list[float]:

@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any
 
 import strategies
-from bench.workloads.zoo import Workload
 from planner.analysis import floor
 from planner.errors import PlannerError
 from planner.ir import Graph
@@ -33,6 +32,7 @@ from profiler.estimating.devices import DEVICES, Device, find_device
 from profiler.estimating.roofline import OpCost, op_costs, with_costs
 from profiler.tracing.gpu_kernels import Substitution, Target
 from profiler.tracing.whole_step import TracedStep, capture, capture_without_memory
+from profiler.workload import Workload
 from strategies.frontier import pareto
 
 # How much longer than the unplanned step a planned one may take.

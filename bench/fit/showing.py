@@ -13,10 +13,10 @@ from bench.show.batch_figures import draw_throughput
 from bench.show.figures import ROLE_NAMES
 from bench.show.terminal import console, print_table, say
 from bench.workloads.spec import WorkloadSpec
-from bench.workloads.zoo import Workload
 from planner.ir import Role
 from planner.units import human_bytes
 from profiler.estimating.devices import DEVICES, Device, find_device
+from profiler.workload import Workload
 
 
 def run_fit(

@@ -14,9 +14,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bench.machine import row_files as results
-from bench.workloads.zoo import ZOO, MakeOptimizer, Maker, Workload
+from bench.workloads.zoo import ZOO, MakeOptimizer, Maker
 from planner.errors import PlannerError
 from profiler.tracing.whole_step import TracedStep, capture
+from profiler.workload import Workload
 
 DEFAULT_BATCH = {"resnet152": 8, "mobilenet": 16, "gpt2": 4}
 
@@ -116,10 +117,10 @@ class WorkloadSpec:
         if self.optimizer is not None:
             options["optimizer"] = _optimizer(self.optimizer)
         _check_options(maker, options, self.source or self.model)
-        step, model, optimizer, batch = maker(self.batch_size, **options)
+        made = Workload(*maker(self.batch_size, **options))
         if device.type != "cpu":
-            batch = moved(model, optimizer, batch, device)
-        return _with_dtype(step, self.dtype), model, optimizer, batch
+            made = made._replace(batch=moved(made.model, made.optimizer, made.batch, device))
+        return made._replace(train_step=_with_dtype(made.train_step, self.dtype))
 
     def capture(self, workload: Workload) -> TracedStep:
         """One graph of a workload that `make` gave, with the liberties that were asked for."""
@@ -152,10 +153,10 @@ def torch_device(name: str, api: Any = torch.cuda) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
-def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, device: torch.device) -> Any:
+def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, device: torch.device) -> Any:
     """Move a model in place and what its optimizer holds of it; the batch is given back on the device."""
     model.to(device)
-    if optimizer.state:
+    if optimizer is not None and optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())  # puts each state where its parameter is now
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 

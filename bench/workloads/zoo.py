@@ -19,15 +19,12 @@ from torch.nn import functional as F  # noqa: N812 - the field's own name for it
 from torch.optim import Optimizer
 
 from planner.extras import needs_extra
+from profiler.workload import Workload
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
-# train_step, model, optimizer, batch: what `profiler.tracing.whole_step` takes.
-Workload = tuple[Callable[[Any, Any, Any], Any], nn.Module, Optimizer, Any]
-
-
-# `make(batch_size, **options)`, of the zoo or of the user's own module.
+# `make(batch_size, **options)`, of the zoo or of the user's own module: one of the latter may give a plain tuple.
 Maker = Callable[..., Workload]
 
 
@@ -68,7 +65,7 @@ def _image_model(
     make = getattr(_torchvision_models(), name)
     model = make(num_classes=classes, **config).train()
     batch = torch.randn(batch_size, 3, image, image), torch.randint(0, classes, (batch_size,))
-    return (classify, model, optimizer(list(model.parameters())), batch)
+    return Workload(classify, model, optimizer(list(model.parameters())), batch)
 
 
 def _image_maker(name: str, *, default: MakeOptimizer = fused_sgd, **fixed: Any) -> Maker:
@@ -117,7 +114,7 @@ def vit(
         mlp_dim=4 * width, num_classes=classes, dropout=dropout,
     )  # fmt: skip
     batch = torch.randn(batch_size, 3, image, image), torch.randint(0, classes, (batch_size,))
-    return (classify, model.train(), optimizer(list(model.parameters())), batch)
+    return Workload(classify, model.train(), optimizer(list(model.parameters())), batch)
 
 
 # -- text -----------------------------------------------------------------------------------------------------
@@ -149,7 +146,7 @@ def bert(
     model = transformers.BertForMaskedLM(settings).train()
     tokens, labels = (torch.randint(0, settings.vocab_size, (batch_size, seq)) for _ in range(2))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-    return (predict_tokens, model, optimizer(list(model.parameters())), batch)
+    return Workload(predict_tokens, model, optimizer(list(model.parameters())), batch)
 
 
 def gpt2(
@@ -171,7 +168,7 @@ def gpt2(
     model = transformers.GPT2LMHeadModel(settings).train()
     tokens = torch.randint(0, settings.vocab_size, (batch_size, seq))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
-    return (predict_tokens, model, optimizer(list(model.parameters())), batch)
+    return Workload(predict_tokens, model, optimizer(list(model.parameters())), batch)
 
 
 BERT_LARGE: dict[str, Any] = {

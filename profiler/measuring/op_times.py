@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
-import torch
 from rich.progress import Progress
 from torch import Tensor, fx
 
@@ -22,12 +21,13 @@ from planner.schedule import RunKind, Schedule, unplanned_schedule
 from planner.walk import Freed, Ran, walk
 from profiler.errors import CaptureError
 from profiler.measuring.meters import MemorySample, Meter, meter_for
-from profiler.measuring.restoring import state_kept
+from profiler.measuring.restoring import Touched
 from profiler.op_forms import Generator, form_of
 from profiler.ops import memory_of
 from profiler.random_replay import ReplayingRng, generator_state
 from profiler.tracing.calling import below_autograd
 from profiler.tracing.whole_step import TracedStep
+from profiler.workload import device_of
 
 TIMED_RUNS = 3
 # A call shorter than this is repeated until it fills it: the clock and the call of the clock are not the op.
@@ -77,15 +77,10 @@ def measure(
     wrong = convention.check(batch)
     if wrong:
         raise CaptureError(f"not the batch, model or optimizer that was captured: {'; '.join(wrong[:3])}")
-    meter = meter or meter_for(_device(traced))
+    meter = meter or meter_for(device_of(convention.model))
     schedule = schedule if schedule is not None else unplanned_schedule(traced.graph)
     with (
-        state_kept(
-            convention.model,
-            convention.optimizer,
-            generators=traced.generators,
-            tensors=traced.written_outside(batch),
-        ),
+        Touched.by(traced, batch).kept(),
         below_autograd(),
         Progress(transient=True, disable=not show_progress) as bar,
     ):
@@ -96,10 +91,6 @@ def measure(
         repeats = [_repeats(traced.graph, op, us) for op, us in enumerate(warm_us)]
         laps = [runner.timed(meter, repeats) for _ in range(TIMED_RUNS)]
     return _collect(_as_made(traced, runner.made_bytes), schedule, samples, laps, meter)
-
-
-def _device(traced: TracedStep) -> torch.device:
-    return next((p.device for p in traced.convention.model.parameters()), torch.device("cpu"))
 
 
 def _repeats(graph: Graph, op: int, warm_us: float) -> int:

@@ -210,7 +210,7 @@ class Convention:
 
     def gather(self, batch: Any) -> list[Any]:
         """The flat inputs, in placeholder order; frees the `.grad`s that the step would clear unread."""
-        self._make_state()
+        self.make_state()
         leaves = pytree.tree_leaves(batch)
         flat = [self._read(slot, leaves) for slot in self.inputs]
         for param in self.dropped:
@@ -254,7 +254,8 @@ class Convention:
             case BatchSlot():
                 return leaves[slot.leaf]
 
-    def _make_state(self) -> None:
+    def make_state(self) -> None:
+        """The optimizer's lazy state, as its own first step would make it."""
         state = self.optimizer.state
         slots = [slot for slot in self.inputs if isinstance(slot, StateSlot)]
         lacking = [s.param.tensor() for s in slots if state.get(s.param.tensor(), {}).get(s.key) is None]

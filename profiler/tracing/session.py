@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +58,7 @@ from profiler.tracing.patches import (
     watched_autograd,
 )
 from profiler.tracing.provenance import GRADIENT_OF, Stamper
-
-TrainStep = Callable[[Any, Any, Any], Any]
+from profiler.workload import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,10 @@ from profiler.tracing import early_updates as updates
 from profiler.tracing.calling import BatchSlot, Convention
 from profiler.tracing.cleaning import clean
 from profiler.tracing.gpu_kernels import GpuKernels, Substitution, Target, as_on_gpu
-from profiler.tracing.session import TrainStep, trace_step
+from profiler.tracing.session import trace_step
 from profiler.tracing.typed_graph import lift
 from profiler.tracing.without_memory import fake_mode_of, made_without_memory
+from profiler.workload import TrainStep, with_stand_in_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class TracedStep:
 def capture(
     train_step: TrainStep,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     batch: Any,
     *,
     name: str = "",
@@ -92,8 +93,10 @@ def capture(
     `free_gradients` ends the step with every `.grad` at None. `early_updates` applies each parameter's update as
     soon as its gradient is complete; it needs the optimizer inside the graph. `optimizer_outside` runs it as itself
     instead, so that all of its numbers may change between steps. Fake tensors (`without_memory`) and a `target` give
-    a step for planning only: with the latter its kernels are those that GPU would run, where known.
+    a step for planning only: with the latter its kernels are those that GPU would run, where known. Without an
+    optimizer (None) the step is forward and backward: it leaves gradients in `.grad`, as eager does, and nothing else.
     """
+    train_step, optimizer = with_stand_in_optimizer(train_step, optimizer)
     _refuse_hidden(train_step, model)
     if isinstance(optimizer, LBFGS):
         raise CaptureError("LBFGS evaluates the loss anew inside its step: that is not one graph")
@@ -123,7 +126,7 @@ def capture(
 
 
 def capture_without_memory(
-    make: Callable[[int], tuple[TrainStep, nn.Module, Optimizer, Any]],
+    make: Callable[[int], tuple[TrainStep, nn.Module, Optimizer | None, Any]],
     batch_size: int,
     *,
     name: str = "",

@@ -16,6 +16,7 @@ from bench.experiments.sweep import run_sweep
 from bench.machine.memory import HEADROOM, Need, check_fits, lack, need_of
 from bench.workloads.spec import WorkloadSpec
 from profiler.measuring.memory import OutOfMemory
+from profiler.measuring.restoring import Touched
 from rewriter.proof import observe
 
 SPEC = WorkloadSpec(source="tests.bench.small:make", batch=8)
@@ -30,7 +31,7 @@ def captured():
 
 def test_copies_are_counted_as_measuring_and_proving_make_them(captured):
     (step, model, optimizer, batch), traced = captured
-    seen = observe(lambda b: step(model, optimizer, b), model, optimizer, batch, steps=PROVEN_STEPS)
+    seen = observe(lambda b: step(model, optimizer, b), Touched.by(traced, batch), batch, steps=PROVEN_STEPS)
     uncounted = ("returned values", "generators")  # a loss, and a few kilobytes
     seen_bytes = sum(t.nbytes for (kind, _), t in seen.tensors.items() if kind not in uncounted)
     params_bytes = sum(p.nbytes for p in model.parameters())

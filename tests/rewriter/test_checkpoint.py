@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F  # noqa: N812
 
-import rewriter.step
+import rewriter.pipeline
 import strategies
 from planner.errors import BudgetError, FileFormatError, NoPlan, PlannerError, StrategyError
 from planner.explain import Choice
@@ -45,8 +45,9 @@ def fused_adamw(model):
 
 
 def planned(workload, budget="60%", **options):
-    """The workload's step under a budget, without a progress bar."""
-    return checkpoint(*workload, budget=budget, **{"strategy": "mutwo", "show_progress": False, **options})
+    """The workload's step under a budget, without a progress bar; these tests compare with eager themselves."""
+    defaults = {"strategy": "mutwo", "show_progress": False, "verify": False}
+    return checkpoint(*workload, budget=budget, **{**defaults, **options})
 
 
 def unplanned_bytes(step):
@@ -94,11 +95,12 @@ def test_a_budget_that_is_none_is_refused(budget):
         ({"time_limit_s": float("nan")}, PlannerError, "give the seconds"),
         ({"time_limit_s": 0}, PlannerError, "give the seconds"),
         ({"verify": -1}, PlannerError, "the number of steps"),
+        ({"prove_every": -1}, PlannerError, "the number of calls between proofs"),
         ({"most_shapes": 0}, PlannerError, "at least 1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_captured(options, kind, said, monkeypatch):
-    monkeypatch.setattr(rewriter.step, "capture", None)
+    monkeypatch.setattr(rewriter.pipeline, "capture", None)
     with pytest.raises(kind, match=said):
         planned(make(), **options)
 
@@ -264,7 +266,7 @@ def test_a_step_that_never_clears_its_gradients_is_captured_again_once_they_exis
 # -- proof ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("asked", "steps"), [(True, 3), (2, 2)])
+@pytest.mark.parametrize(("asked", "steps"), [(True, 1), (2, 2)])
 def test_verify_proves_the_plan_and_changes_nothing(asked, steps):
     workload = make()
     before = state_of(workload)
@@ -277,8 +279,58 @@ def test_verify_proves_the_plan_and_changes_nothing(asked, steps):
     assert abs(found.prediction_error) < 0.01
 
 
-def test_without_verify_there_is_no_verification():
-    assert planned(make()).verification is None
+def test_a_plan_is_proven_unless_that_is_switched_off_and_says_so():
+    by_default = checkpoint(*make(), budget="60%", strategy="mutwo", show_progress=False)
+    assert by_default.verification.exact
+    assert "proven equal to the bit, steps: 1" in str(by_default.solution)
+    switched_off = planned(make(), verify=False)
+    assert switched_off.verification is None
+    assert "unproven: verify=False" in str(switched_off.solution)
+
+
+def test_a_proof_can_be_had_at_any_time_and_changes_nothing():
+    workload = make()
+    step = planned(workload, verify=False)
+    loss = step(workload[3])
+    before = snapshot(loss, *workload[1:3])
+    found = step.prove(workload[3])
+    assert_same([before], [snapshot(loss, *workload[1:3])])
+    assert found.exact
+    assert step.verification is found
+    with pytest.raises(PlannerError, match="at least one step"):
+        step.prove(workload[3], steps=0)
+
+
+def test_proofs_during_a_run_come_before_every_so_many_calls(monkeypatch):
+    proofs = []
+    real = rewriter.pipeline.ReadyStep.proof
+
+    def counted(self, *args, **options):
+        proofs.append(options["steps"])
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(rewriter.pipeline.ReadyStep, "proof", counted)
+    workload = make()
+    step = planned(workload, prove_every=2, verify=False)
+    for _ in range(5):
+        step(workload[3])
+    assert proofs == [1, 1]
+
+
+@pytest.mark.parametrize("stage", ["capture", "measure_within", "apply", "observe"])
+def test_a_failure_or_an_interrupt_at_any_stage_leaves_every_bit_as_before(stage, monkeypatch):
+    real = getattr(rewriter.pipeline, stage)
+
+    def interrupted(*args, **options):
+        real(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rewriter.pipeline, stage, interrupted)
+    workload = make()
+    before = state_of(workload)
+    with pytest.raises(KeyboardInterrupt):
+        planned(workload, verify=True)
+    assert_untouched(workload, before)
 
 
 def test_a_module_that_computes_something_else_is_refused_by_the_name_of_the_tensor(monkeypatch):
@@ -291,8 +343,8 @@ def test_a_module_that_computes_something_else_is_refused_by_the_name_of_the_ten
         module.recompile()
         return module
 
-    rewritten = rewriter.step.apply
-    monkeypatch.setattr(rewriter.step, "apply", slightly_wrong)
+    rewritten = rewriter.pipeline.apply
+    monkeypatch.setattr(rewriter.pipeline, "apply", slightly_wrong)
     workload = make()
     before = state_of(workload)
     with pytest.raises(VerificationError, match=r"first in gradient of \S+ after step 1 .*Nothing was changed"):
@@ -477,13 +529,13 @@ def test_a_layer_frozen_between_steps_is_noticed_said_and_honoured():
 def captures(monkeypatch):
     """How often a step was captured."""
     seen = []
-    capture = rewriter.step.capture
+    capture = rewriter.pipeline.capture
 
     def counted(*args, **kwargs):
         seen.append(args)
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(rewriter.step, "capture", counted)
+    monkeypatch.setattr(rewriter.pipeline, "capture", counted)
     return seen
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from profiler.measuring.restoring import Touched
 from rewriter.proof import Observation, compare, observe, same_bits, verify
 from tests.profiler import small
 from tests.rewriter.side_by_side import snapshot
@@ -149,8 +150,7 @@ def proven(workload, planned):
     return verify(
         lambda b: step(model, optimizer, b),
         lambda b: planned(model, optimizer, b),
-        model,
-        optimizer,
+        Touched(model=model, optimizer=optimizer),
         batch,
         predicted_peak_bytes=1,
     )
@@ -288,7 +288,7 @@ def test_a_step_that_never_clears_its_gradients_begins_each_time_as_it_was_captu
         return loss
 
     _, model, optimizer, batch = small.make()()
-    observe(lambda b: step(model, optimizer, b), model, optimizer, batch, steps=3)
+    observe(lambda b: step(model, optimizer, b), Touched(model=model, optimizer=optimizer), batch, steps=3)
     assert began == [[True] * 6] * 3
 
 
@@ -301,8 +301,8 @@ def test_the_step_whose_peak_counts_begins_without_unread_gradients(workload):
         began.append([p.grad is None for p in model.parameters()])
         return step(model, optimizer, b)
 
-    unread = list(model[0].parameters())
-    found = observe(watched, model, optimizer, batch, steps=2, unread_gradients=unread)
+    touched = Touched(model=model, optimizer=optimizer, unread_gradients=list(model[0].parameters()))
+    found = observe(watched, touched, batch, steps=2)
     assert began == [[False] * 6, [True, True, False, False, False, False]]
     assert found.peak_bytes > sum(p.nbytes for p in model.parameters())
     assert all(p.grad is not None for p in model.parameters())
