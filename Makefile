@@ -6,7 +6,7 @@ READY := .venv/.ready
 .PHONY: test bench lint clean
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(READY)
 	$(BIN)/python -m bench

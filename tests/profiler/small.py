@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from planner.ir import Op
+from profiler.tracing.whole_step import TracedStep
+
 
 def mlp() -> nn.Module:
     """Linear, batch norm, in-place ReLU, dropout, linear."""
@@ -58,3 +61,13 @@ def make(
         return train_step, network, optimizer(network), batch()
 
     return made
+
+
+def op_named(traced: TracedStep, fragment: str) -> Op:
+    """The first op whose target contains `fragment`."""
+    return next(op for op in traced.graph.ops if fragment in op.target)
+
+
+def targets(traced: TracedStep) -> list[str]:
+    """What the ops call, in order."""
+    return [op.target for op in traced.graph.ops]

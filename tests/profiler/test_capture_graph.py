@@ -14,8 +14,9 @@ from profiler.ops import fresh, inplace_call, inplace_target, without_side_effec
 from profiler.tracing.calling import below_autograd
 from profiler.tracing.whole_step import TracedStep, capture
 from tests.profiler import small
-from tests.profiler.equality import op_named, same_bits, targets
+from tests.profiler.small import op_named, targets
 from tests.profiler.test_capture_models import BERT
+from tests.side_by_side import same_bits
 
 
 def bert():

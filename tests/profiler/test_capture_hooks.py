@@ -8,7 +8,8 @@ from profiler.tracing.whole_step import capture
 from profiler.tracing.without_memory import without_memory
 from tests.hooks import scales_what_was_accumulated, updates_in_the_backward
 from tests.profiler import small
-from tests.profiler.equality import assert_captured_equals_eager, op_named
+from tests.profiler.small import op_named
+from tests.side_by_side import assert_captured_equals_eager
 
 BOTH = pytest.mark.parametrize("optimizer", [small.sgd, small.adam])
 

@@ -5,7 +5,7 @@ import torch
 
 from bench.workloads import zoo as models
 from planner.ir import Rerun
-from tests.profiler.equality import assert_captured_equals_eager
+from tests.side_by_side import assert_captured_equals_eager
 
 BERT = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -9,7 +9,7 @@ from planner.ir import Phase, Rerun, Role
 from profiler.errors import CaptureError
 from profiler.tracing.whole_step import capture
 from tests.profiler import small
-from tests.profiler.equality import assert_captured_equals_eager
+from tests.side_by_side import assert_captured_equals_eager
 
 TRACED = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from profiler.errors import CaptureError
 from profiler.tracing.whole_step import capture
 from tests.profiler import small
-from tests.profiler.equality import assert_captured_equals_eager, same_bits
+from tests.side_by_side import assert_captured_equals_eager, same_bits
 
 
 def reads_the_loss(model, optimizer, batch):

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from planner.ir import Phase, Role
 from profiler.tracing.whole_step import capture
 from tests.profiler import small
-from tests.profiler.equality import assert_captured_equals_eager
+from tests.side_by_side import assert_captured_equals_eager
 
 
 def loss_of(model, batch):

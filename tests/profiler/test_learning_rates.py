@@ -8,7 +8,7 @@ from profiler.errors import CaptureError
 from profiler.tracing.calling import RateSlot
 from profiler.tracing.learning_rates import Rate, RatesKept, make_rates_live
 from tests.profiler import small
-from tests.profiler.equality import assert_captured_equals_eager
+from tests.side_by_side import assert_captured_equals_eager
 
 GOLDEN = 0.6180339887498949
 

@@ -13,7 +13,7 @@ from planner.simulator import simulate
 from profiler.errors import CaptureError
 from profiler.tracing.whole_step import capture
 from tests.profiler import small
-from tests.rewriter.side_by_side import assert_same, eager, history, seeded
+from tests.side_by_side import assert_same, eager, history, seeded
 
 BERT = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

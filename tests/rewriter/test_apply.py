@@ -23,7 +23,7 @@ from profiler.random_replay import ReplayingRng, SavingRng
 from rewriter.replay import STEP, apply
 from tests.profiler import small
 from tests.rewriter import tiny
-from tests.rewriter.side_by_side import assert_same, eager, history, measured, measured_peak, seeded
+from tests.side_by_side import assert_same, eager, history, measured, measured_peak, seeded
 
 MAKERS = {"once": recompute_once, "each time": recompute_each_time}
 

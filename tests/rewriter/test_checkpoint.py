@@ -21,7 +21,7 @@ from profiler.errors import CaptureError
 from rewriter import CheckpointedStep, OverBudget, VerificationError, checkpoint
 from rewriter.replay import apply
 from tests.rewriter import tiny
-from tests.rewriter.side_by_side import assert_same, eager, history, measured, measured_peak, seeded, snapshot, varied
+from tests.side_by_side import assert_same, eager, history, measured, measured_peak, seeded, snapshot, varied
 
 plain = tiny.models.classify
 

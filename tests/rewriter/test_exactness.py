@@ -10,7 +10,7 @@ from planner.ir import Rerun
 from profiler.measuring.restoring import state_kept
 from rewriter.replay import apply
 from tests.rewriter import tiny
-from tests.rewriter.side_by_side import (
+from tests.side_by_side import (
     assert_planned_equals_eager,
     assert_same,
     demanding,

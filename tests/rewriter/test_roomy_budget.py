@@ -6,8 +6,8 @@ import rewriter.pipeline
 from planner.solve import Status
 from rewriter import OverBudget
 from tests.rewriter import tiny
-from tests.rewriter.side_by_side import assert_same, seeded, snapshot
 from tests.rewriter.test_checkpoint import adam, make, planned
+from tests.side_by_side import assert_same, seeded, snapshot
 
 
 class Stubborn:

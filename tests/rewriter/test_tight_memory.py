@@ -13,7 +13,7 @@ from profiler.tracing.whole_step import capture
 from rewriter import OverBudget, checkpoint
 from rewriter.tight_memory import needed_bytes, provisional_schedules
 from tests.rewriter import tiny
-from tests.rewriter.side_by_side import assert_same, eager, history, measured_peak, seeded, snapshot
+from tests.side_by_side import assert_same, eager, history, measured_peak, seeded, snapshot
 
 
 def make():

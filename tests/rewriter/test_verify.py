@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from profiler.measuring.restoring import Touched
 from rewriter.proof import Observation, compare, observe, same_bits, verify
 from tests.profiler import small
-from tests.rewriter.side_by_side import snapshot
+from tests.side_by_side import snapshot
 
 # -- same_bits ------------------------------------------------------------------------------------------------------
 
