@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
 
+from planner.analysis import candidates, cannot_drop, liveness, temporaries
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, candidates, cannot_drop, recomputation, temporaries
+from planner.plan import Plan, recomputation
 from planner.schedule import Schedule
 from planner.units import human_bytes
 from planner.walk import Freed, Ran, walk
@@ -83,7 +84,7 @@ class _Explainer:
 
     def _words(self, storage: int, choice: Choice, cost: float | None) -> str:
         graph = self.graph
-        size, live = human_bytes(graph.storages[storage].nbytes), graph.liveness[storage]
+        size, live = human_bytes(graph.storages[storage].nbytes), liveness(graph)[storage]
         if choice is Choice.NOT_A_CHOICE:
             if storage in self.temporaries:
                 return "the backward never reads it"

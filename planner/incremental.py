@@ -13,17 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from planner.analysis import candidates, idle_after, rerun_reads, temporaries
 from planner.ir import Graph, Op
-from planner.plan import (
-    NEVER_STAGE,
-    Plan,
-    candidates,
-    idle_after,
-    recompute_once,
-    rerun_reads,
-    rerun_stages,
-    temporaries,
-)
+from planner.plan import NEVER_STAGE, Plan, recompute_once, rerun_stages
 from planner.schedule import overwritten
 
 NONE = -1

@@ -1,9 +1,8 @@
-"""What to drop and when to bring it back: plans, what may be dropped, and plans from a set of storages."""
+"""What to drop and when to bring it back: plans, and plans from a set of storages."""
 
 from __future__ import annotations
 
 import csv
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -11,8 +10,9 @@ from math import fsum
 from pathlib import Path
 
 from planner import files
+from planner.analysis import cannot_drop, idle_after, liveness, rerun_reads, temporaries
 from planner.errors import FileFormatError, PlanError
-from planner.ir import Graph, Op, Phase, Rerun, Role
+from planner.ir import Graph, Role
 
 PLAN_SCHEMA = 1
 NEVER_STAGE = 1 << 60  # later than any op
@@ -85,83 +85,7 @@ class _SavedPlan:
     plan: Plan
 
 
-# -- what may be dropped ----------------------------------------------------------------------------------------
-
-
-def cannot_drop(graph: Graph, storage: int) -> str | None:
-    """Why a storage can never be evicted, or None if it can."""
-    made = graph.maker[storage]
-    if made is None and storage not in graph.held_storages:
-        return "it is a generator state, saved only where a rerun needs it"
-    if made is None:
-        return "it is live before the step"
-    if storage in graph.held_storages:
-        return "it outlives the step"
-    if graph.writers[storage]:
-        return f"op {graph.ops[graph.writers[storage][0]].name!r} writes to it after it was made"
-    for v in graph.values_in[storage]:  # a view that cannot be derived again ties its storage down as well
-        op = graph.ops[graph.values[v].producer or 0]
-        if op.rerun is Rerun.NEVER:
-            return f"op {op.name!r} may never be rerun: {op.never_reason}"
-    return None
-
-
-def candidates(graph: Graph) -> tuple[int, ...]:
-    """Activations that a plan may drop: made in the forward, idle until the backward, recomputable."""
-    return graph.derived(_recomputable)[0]
-
-
-def temporaries(graph: Graph) -> tuple[int, ...]:
-    """Recomputable forward storages with no use after the turn to the backward: sources, at best."""
-    return graph.derived(_recomputable)[1]
-
-
-def _recomputable(graph: Graph) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Candidates and temporaries, in id order.
-
-    A rerun must read its inputs as they were. The latest moment a storage can be asked for is the latest need
-    of anything recomputed from it; one whose maker reads what is written before that moment is left out.
-    """
-    latest = [-1] * len(graph.storages)
-    found: tuple[list[int], list[int]] = ([], [])
-    for op in reversed(graph.ops):
-        for storage in graph.makes[op.id]:
-            if op.phase is not Phase.FORWARD or cannot_drop(graph, storage) is not None:
-                continue
-            until = graph.liveness[storage].idle_until
-            rerun_needs = (latest[s] for r in graph.readers[storage] for s in graph.makes[r])
-            need = max(until if until is not None else -1, max(rerun_needs, default=-1))
-            if written_between(graph, op, need) is None:
-                latest[storage] = need
-                found[until is None].append(storage)
-    return tuple(sorted(found[0])), tuple(sorted(found[1]))
-
-
-def written_between(graph: Graph, op: Op, before: int) -> tuple[int, int] | None:
-    """The first input value that a rerun of `op` just before op `before` would find changed, and its writer."""
-    for v in rerun_reads(op):
-        writers = graph.writers[graph.values[v].storage]
-        first = bisect_left(writers, op.id)
-        if first < len(writers) and writers[first] < before:
-            return v, writers[first]
-    return None
-
-
-def idle_after(graph: Graph, storage: int) -> int:
-    """The op after which an evicted storage is freed: its last use before it idles."""
-    live = graph.liveness[storage]
-    after = live.idle_after if live.idle_until is not None else live.last_access
-    return after if after is not None else graph.maker[storage] or 0
-
-
 # -- plans from a set of storages -------------------------------------------------------------------------------
-
-
-def rerun_reads(op: Op) -> tuple[int, ...]:
-    """The values that a second run of `op` reads: one without side effect leaves out what it mutates."""
-    if op.rerun is not Rerun.WITHOUT_SIDE_EFFECT:
-        return op.inputs
-    return tuple(v for v in op.inputs if v not in op.mutates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +195,7 @@ def recompute_each_time(graph: Graph, dropped: Iterable[int], *, kept: Collectio
             Eviction(
                 storage=s,
                 free_after=idle_after(graph, s),
-                restore_before=graph.liveness[s].idle_until,
+                restore_before=liveness(graph)[s].idle_until,
             )
             for s in sorted(chosen)
         )
@@ -324,7 +248,7 @@ def _csv_rows(graph: Graph, plan: Plan) -> Iterable[list[object]]:
         evictions.setdefault(eviction.storage, []).append(eviction)
     for storage in graph.storages:
         made = graph.maker[storage.id]
-        if storage.role is not Role.ACTIVATION or made is None or graph.liveness[storage.id].idle_until is None:
+        if storage.role is not Role.ACTIVATION or made is None or liveness(graph)[storage.id].idle_until is None:
             continue  # what the backward never reads is no choice
         gone = evictions.get(storage.id, [])
         dropped = " ".join(graph.ops[e.free_after].name for e in gone)

@@ -12,9 +12,10 @@ from enum import Enum
 from functools import cache
 from typing import assert_never
 
+from planner.analysis import rerun_reads, written_between
 from planner.errors import PlanError
 from planner.ir import Graph, Op, Rerun
-from planner.plan import Plan, check_plan, rerun_reads, written_between
+from planner.plan import Plan, check_plan
 
 
 class RunKind(Enum):

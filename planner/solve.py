@@ -11,10 +11,11 @@ from enum import Enum
 from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
 
+from planner.analysis import candidates
 from planner.errors import NoPlan, PlanError
 from planner.explain import Decision, explain
 from planner.ir import Graph
-from planner.plan import BoundClass, Plan, candidates
+from planner.plan import BoundClass, Plan
 from planner.schedule import Schedule, lower, unplanned_schedule
 from planner.simulator import Timeline, simulate, unplanned
 from planner.units import human_bytes, parse_budget

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
+from planner.analysis import rerun_reads
 from planner.errors import PlanError
 from planner.ir import Graph, Op
-from planner.plan import rerun_reads
 from planner.schedule import Free, Run, RunKind, Schedule, Step
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from planner.analysis import candidates, temporaries
 from planner.ir import Graph, Phase, Rerun
-from planner.plan import Plan, candidates, recompute_once, temporaries
+from planner.plan import Plan, recompute_once
 from planner.solve import Problem, cheapest
 
 EXPENSIVE = ("conv", "mm", "bmm", "matmul", "linear", "attention", "einsum", "rnn", "lstm", "gru")

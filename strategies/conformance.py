@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
+from planner.analysis import cannot_drop
 from planner.errors import NoPlan
 from planner.ir import Graph, Op, Phase, Rerun, Role, Storage, Value
-from planner.plan import Plan, cannot_drop
+from planner.plan import Plan
 from planner.schedule import Run, lower
 from planner.simulator import simulate, unplanned
 from planner.solve import Problem, Solution, Status, Strategy, solve

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
+from planner.analysis import candidates, idle_after, temporaries
 from planner.ir import Graph, Phase
-from planner.plan import Plan, candidates, idle_after, recompute_once, temporaries
+from planner.plan import Plan, recompute_once
 from planner.solve import Problem, cheapest
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from planner.analysis import candidates
 from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import candidates
 from planner.synthetic import Network, batch_norm, dropout
 
 _KINDS = (

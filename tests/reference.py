@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import chain, combinations
 
+from planner.analysis import candidates
 from planner.ir import Graph, Rerun
-from planner.plan import Plan, candidates, recompute_once
+from planner.plan import Plan, recompute_once
 from planner.schedule import Free, Run, RunKind, Schedule, lower
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import strategies
+from planner.analysis import candidates
 from planner.ir import Graph, Rerun
-from planner.plan import Plan, candidates
+from planner.plan import Plan
 from planner.schedule import Run, RunKind, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, solve

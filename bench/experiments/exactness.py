@@ -13,7 +13,7 @@ from bench.machine.row_files import command_line, save_rows
 from bench.show.terminal import console, print_table, say
 from bench.workloads.spec import OPTIMIZERS
 from bench.workloads.zoo import ZOO
-from planner.plan import candidates
+from planner.analysis import candidates
 from planner.solve import Problem, solve
 from profiler.measuring.op_times import measure
 from profiler.measuring.restoring import Touched

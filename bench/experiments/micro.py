@@ -9,8 +9,9 @@ from collections.abc import Callable
 from rich.progress import Progress
 
 from bench.show.terminal import console, print_table, say
+from planner.analysis import candidates
 from planner.ir import Graph
-from planner.plan import candidates, recompute_once
+from planner.plan import recompute_once
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem

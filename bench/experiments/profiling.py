@@ -12,8 +12,9 @@ from bench.machine.memory import check_fits
 from bench.show import figures
 from bench.show.terminal import console, print_table, say, stage
 from bench.workloads.spec import WorkloadSpec
+from planner.analysis import candidates, liveness
 from planner.ir import Graph, Phase, Role
-from planner.plan import candidates, recomputation
+from planner.plan import recomputation
 from planner.schedule import unplanned_schedule
 from planner.simulator import Timeline, unplanned
 from planner.units import human_bytes
@@ -124,7 +125,7 @@ def node_rows(measured: Measured) -> Iterable[tuple[Any, ...]]:
 def _idle_bytes(graph: Graph) -> list[int]:
     """Per op: bytes of activations that lie idle while it runs."""
     idle = [0] * (len(graph.ops) + 1)
-    for live in graph.liveness:
+    for live in liveness(graph):
         if live.idle_after is not None and live.idle_until is not None:
             idle[live.idle_after + 1] += graph.storages[live.storage].nbytes
             idle[live.idle_until] -= graph.storages[live.storage].nbytes
@@ -144,7 +145,7 @@ def activation_rows(graph: Graph) -> Iterable[tuple[Any, ...]]:
     droppable = set(candidates(graph))
     names = [op.name for op in graph.ops]
     for storage in graph.storages:
-        live = graph.liveness[storage.id]
+        live = liveness(graph)[storage.id]
         if storage.role is not Role.ACTIVATION or live.created_at is None:
             continue
         us = recomputation(graph, storage.id, droppable.__contains__).time_us(graph)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from bench.show.residency import Lifeline
+from planner.analysis import liveness
 from planner.extras import needs_extra
 from planner.ir import Graph, Phase, Role
 from planner.schedule import Schedule, unplanned_schedule
@@ -126,7 +127,7 @@ def largest_activations(graph: Graph, *, most: int = 20) -> list[Largest]:
             name=graph.storage_names[s.id],
             module=graph.ops[graph.maker[s.id] or 0].module_path,
             nbytes=s.nbytes,
-            inactive_us=graph.liveness[s.id].inactive_us,
+            inactive_us=liveness(graph)[s.id].inactive_us,
         )
         for s in graph.storages
         if s.role is Role.ACTIVATION

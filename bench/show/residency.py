@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bench.show.schedule_table import Executed, Kind, aligned
+from planner.analysis import candidates
 from planner.ir import Graph
-from planner.plan import candidates
 from planner.units import human_bytes
 
 

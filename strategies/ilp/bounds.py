@@ -10,9 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.analysis import droppable, floor, least_bytes
+from planner.analysis import droppable, floor, least_bytes, rerun_reads
 from planner.ir import Graph, Phase
-from planner.plan import rerun_reads
 from strategies.ilp.program import ONE, ZERO, Linear, SparseModel, sparse, total
 from strategies.ilp.solvers import Outcome, SolverName, solve_model
 

@@ -10,9 +10,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from planner.analysis import candidates, temporaries
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase
-from planner.plan import NEVER_STAGE, Plan, candidates, temporaries
+from planner.plan import NEVER_STAGE, Plan
 from planner.solve import Problem
 from strategies.ilp.program import StagedProgram, unavoidable_bytes
 from strategies.ilp.reduction import Reduction, reduce

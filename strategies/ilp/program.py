@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from planner.plan import rerun_reads
+from planner.analysis import liveness, rerun_reads
 from strategies.ilp.reduction import NEVER, Anchor, Block, Node, Reduction
 
 Floats = npt.NDArray[np.float64]
@@ -398,7 +398,7 @@ def _fixed_span(reduction: Reduction, storage: int, made: int, small: set[int]) 
     readers = graph.readers[storage]
     if storage in small or storage in reduction.merged:
         # Dropped or kept, it is there up to the last use before it idles; after that the bound leaves it out.
-        turn = graph.liveness[storage].idle_after
+        turn = liveness(graph)[storage].idle_after
         return made, turn if turn is not None else (readers[-1] if readers else made)
     return made, readers[-1] if readers else made
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.analysis import candidates, idle_after, rerun_reads, temporaries
 from planner.ir import Graph
-from planner.plan import NEVER_STAGE, candidates, idle_after, rerun_reads, rerun_stages, temporaries
+from planner.plan import NEVER_STAGE, rerun_stages
 
 # Storages at most this share of what the step adds to its start are always kept (see `Reduction.small`).
 SMALL_SHARE = 1e-4

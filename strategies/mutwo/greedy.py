@@ -35,9 +35,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from planner.analysis import candidates, liveness
 from planner.incremental import Incremental
 from planner.ir import Graph
-from planner.plan import Plan, candidates, recomputation, recompute_each_time, recompute_once
+from planner.plan import Plan, recomputation, recompute_each_time, recompute_once
 from planner.solve import Problem
 from strategies.mutwo.paper import paper_picks
 
@@ -168,7 +169,7 @@ class _Scores:
 
 
 def _idle(graph: Graph, storage: int) -> tuple[int, int]:
-    live = graph.liveness[storage]
+    live = liveness(graph)[storage]
     assert live.idle_after is not None
     assert live.idle_until is not None
     return live.idle_after, live.idle_until

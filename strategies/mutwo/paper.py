@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from planner.analysis import candidates, liveness
 from planner.ir import Graph
-from planner.plan import candidates, recomputation
+from planner.plan import recomputation
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ def _candidate(graph: Graph, storage: int) -> _Candidate:
     """Algorithm D, with the sources the paper leaves open: graph inputs and other candidates."""
     recomp_graph = recomputation(graph, storage, set(candidates(graph)).__contains__)
     sources, time = set(recomp_graph.sources), recomp_graph.time_us(graph)
-    live = graph.liveness[storage]
+    live = liveness(graph)[storage]
     assert live.idle_until is not None
     last = live.last_bw_access if live.last_bw_access is not None else live.idle_until
     return _Candidate(storage, graph.storages[storage].nbytes, live.idle_until, last, sources, time, time)
@@ -93,7 +94,7 @@ def _resident_bytes(graph: Graph) -> npt.NDArray[np.int64]:
 
 
 def _forget_while_idle(graph: Graph, resident: npt.NDArray[np.int64], storage: int) -> None:
-    live = graph.liveness[storage]
+    live = liveness(graph)[storage]
     assert live.idle_after is not None
     assert live.idle_until is not None
     resident[live.idle_after + 1 : live.idle_until] -= graph.storages[storage].nbytes

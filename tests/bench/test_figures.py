@@ -7,8 +7,9 @@ import pytest
 from bench.show import batch_figures as figures_batches
 from bench.show import figures
 from bench.show import pipeline_figure as pipeline
+from planner.analysis import candidates
 from planner.ir import Phase
-from planner.plan import Plan, candidates, recompute_once
+from planner.plan import Plan, recompute_once
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.synthetic import residual_tower, transformer

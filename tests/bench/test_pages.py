@@ -15,7 +15,8 @@ from bench.show import figures
 from bench.show.pages import dot, edges, page
 from bench.show.residency import Fate, lifelines
 from bench.show.schedule_table import Kind, executed
-from planner.plan import Plan, candidates, recompute_once
+from planner.analysis import candidates
+from planner.plan import Plan, recompute_once
 from planner.schedule import Free, Run, RunKind, lower
 from planner.solve import Problem, solve
 from planner.synthetic import residual_tower, transformer

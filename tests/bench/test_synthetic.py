@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from planner.analysis import candidates
 from planner.ir import Phase, Rerun, Role
-from planner.plan import candidates
 from planner.synthetic import (
     Builder,
     accumulation,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from planner.analysis import candidates
 from planner.explain import Choice, Decision, explain
 from planner.ir import Graph, Role
-from planner.plan import Plan, candidates, recompute_once
+from planner.plan import Plan, recompute_once
 from planner.schedule import lower
 from planner.synthetic import residual_tower
 from tests.graphs import networks_with_drops

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.analysis import liveness
 from planner.errors import FileFormatError, GraphError
 from planner.ir import Graph, Op, Phase, Rerun, Role, Timing, TimingKind
 from planner.plan import Plan
@@ -245,7 +246,7 @@ def timed_line() -> Graph:
 
 
 def live_of(graph: Graph, name: str) -> tuple:
-    live = graph.liveness[graph.storage_names.index(name)]
+    live = liveness(graph)[graph.storage_names.index(name)]
     return (
         live.created_at,
         (live.first_fw_access, live.last_fw_access),
@@ -273,7 +274,7 @@ def test_each_round_of_an_accumulation_idles_until_its_own_backward():
     graph = accumulation(2, 2)
     names = [op.name for op in graph.ops]
     for r in (0, 1):
-        live = graph.liveness[graph.storage_names.index(f"r{r}_f0")]
+        live = liveness(graph)[graph.storage_names.index(f"r{r}_f0")]
         assert (names[live.idle_after], names[live.idle_until]) == (f"r{r}_f1", f"r{r}_f1_bw")
         # loss (1 µs) and its backward (2 µs) pass in between.
         assert live.inactive_us == 3.0
@@ -285,7 +286,7 @@ def test_what_the_forward_reads_after_a_backward_still_idles_until_then():
     b.one("f_bw", [h], 8, phase=Phase.BACKWARD, time_us=7.0)
     b.one("other_bw", [h], 8, phase=Phase.BACKWARD)
     b.outputs.append(b.one("again", [h], 8))
-    live = b.build().liveness[1]
+    live = liveness(b.build())[1]
     assert (live.idle_after, live.idle_until, live.last_fw_access, live.last_access) == (0, 1, 3, 3)
 
 

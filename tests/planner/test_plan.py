@@ -10,21 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from planner.analysis import candidates, cannot_drop, temporaries
 from planner.errors import FileFormatError, PlanError
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import (
-    BoundClass,
-    Eviction,
-    Plan,
-    candidates,
-    cannot_drop,
-    recompute_each_time,
-    recompute_once,
-    temporaries,
-    with_bound,
-    write_csv,
-)
+from planner.plan import BoundClass, Eviction, Plan, recompute_each_time, recompute_once, with_bound, write_csv
 from planner.schedule import Run, RunKind, lower
 from planner.simulator import simulate
 from planner.synthetic import Builder, chain, residual_tower

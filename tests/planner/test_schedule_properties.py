@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.analysis import candidates, temporaries
 from planner.errors import PlanError
 from planner.incremental import Incremental
 from planner.ir import Graph, Rerun
-from planner.plan import Eviction, Plan, candidates, recompute_each_time, recompute_once, temporaries
+from planner.plan import Eviction, Plan, recompute_each_time, recompute_once
 from planner.schedule import Run, RunKind, lower
 from planner.simulator import bytes_by_role, simulate
 from tests.graphs import networks, networks_with_drops

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from planner.analysis import candidates
 from planner.errors import PlanError
 from planner.ir import Graph, Role
-from planner.plan import Plan, candidates, recompute_once
+from planner.plan import Plan, recompute_once
 from planner.schedule import Free, Run, RunKind, Schedule, lower
 from planner.simulator import bytes_by_role, simulate
 from planner.synthetic import Builder, chain, residual_tower

@@ -10,9 +10,10 @@ from typing import ClassVar
 import pytest
 
 import strategies
+from planner.analysis import candidates
 from planner.errors import BudgetError, NoPlan, PlanError
 from planner.ir import Graph, Timing, TimingKind
-from planner.plan import BoundClass, Plan, candidates, with_bound
+from planner.plan import BoundClass, Plan, with_bound
 from planner.schedule import Run, lower, unplanned_schedule
 from planner.simulator import simulate, unplanned
 from planner.solve import COLUMNS, Problem, Row, Solution, Status, Strategy, cells, compare, solve, table

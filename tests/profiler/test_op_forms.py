@@ -2,7 +2,8 @@
 
 import torch
 
-from planner.plan import candidates, recompute_once
+from planner.analysis import candidates
+from planner.plan import recompute_once
 from planner.schedule import lower
 from profiler.measuring.meters import CpuMeter
 from profiler.measuring.op_times import _Runner, measure

@@ -13,8 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.analysis import candidates, temporaries
 from planner.ir import Phase, Rerun
-from planner.plan import Eviction, Plan, candidates, recompute_each_time, recompute_once, temporaries
+from planner.plan import Eviction, Plan, recompute_each_time, recompute_once
 from planner.schedule import Free, Run, RunKind, lower
 from planner.simulator import simulate
 from profiler.measuring.restoring import state_kept

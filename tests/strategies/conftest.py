@@ -12,7 +12,8 @@ TOY = '''
 from dataclasses import dataclass
 from typing import ClassVar
 
-from planner.plan import Plan, candidates, recompute_once
+from planner.analysis import candidates
+from planner.plan import Plan, recompute_once
 from planner.solve import Problem
 
 

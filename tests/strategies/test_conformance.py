@@ -9,9 +9,10 @@ from typing import ClassVar
 import pytest
 
 import strategies
+from planner.analysis import candidates
 from planner.errors import NoPlan, PlanError
 from planner.ir import Graph, Rerun
-from planner.plan import BoundClass, Eviction, Plan, candidates, recompute_once, with_bound
+from planner.plan import BoundClass, Eviction, Plan, recompute_once, with_bound
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Strategy

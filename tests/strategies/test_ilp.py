@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 import strategies
+from planner.analysis import candidates, temporaries
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import BoundClass, Plan, candidates, recompute_once, temporaries
+from planner.plan import BoundClass, Plan, recompute_once
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Solution, Status, solve

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.analysis import candidates
 from planner.ir import Graph
-from planner.plan import Plan, candidates, recompute_once
+from planner.plan import Plan, recompute_once
 from planner.schedule import Free, Run, RunKind, lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve

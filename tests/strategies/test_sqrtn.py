@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.analysis import candidates, temporaries
 from planner.errors import NoPlan
 from planner.ir import Graph, Phase
-from planner.plan import Plan, candidates, temporaries
+from planner.plan import Plan
 from planner.schedule import Run, RunKind, lower
 from planner.solve import Problem, Status, solve
 from planner.synthetic import Network, accumulation, chain, residual_tower, unet
