@@ -16,10 +16,10 @@ from planner.walk import Freed, Ran, walk
 
 
 class Choice(Enum):
-    """What becomes of a storage."""
+    """What a plan does with a storage."""
 
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
+    KEEP = "kept"
+    RECOMPUTE = "dropped"
     NOT_A_CHOICE = "not a choice"
 
 
@@ -92,8 +92,7 @@ class _Explainer:
         assert live.idle_after is not None
         assert live.idle_until is not None
         idle = f"idle from {graph.ops[live.idle_after].name} to {graph.ops[live.idle_until].name}"
-        verb = "dropped" if choice is Choice.RECOMPUTE else "kept"
-        return f"{verb}: {size} {idle}, {cost:.0f} µs to recompute"
+        return f"{choice.value}: {size} {idle}, {cost:.0f} µs to recompute"
 
     def _why_no_candidate(self, storage: int) -> str:
         made = self.graph.maker[storage]

@@ -8,8 +8,8 @@ from typing import Any
 
 import strategies
 from planner import synthetic
+from planner.comparison import Row, compare
 from planner.ir import Graph
-from planner.solve import Row, compare
 
 LAYERED_NODES = (100, 300, 1000)
 

@@ -244,7 +244,7 @@ def _draw_lifeline(axes: Any, y: int, life: Lifeline) -> None:
     for before, after in pairwise(life.spans):
         axes.plot([before.end_ms, after.start_ms], [y, y], color="#999999", lw=0.8, ls=":")
     for span in life.spans:
-        color = SPAN_COLORS["recomputed" if span.recomputed else life.fate.value]
+        color = SPAN_COLORS["recomputed" if span.recomputed else life.choice.value]
         axes.plot([span.start_ms, span.end_ms], [y, y], color=color, lw=4.5, solid_capstyle="butt")
         if span.recomputed:
             axes.plot([span.start_ms], [y], marker=">", color="#8c3b0c", ms=5, mew=0)

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from bench.show.schedule_table import Executed, Kind, aligned
 from planner.analysis import candidates
+from planner.explain import Choice
 from planner.ir import Graph
 from planner.units import human_bytes
-
-
-class Fate(Enum):
-    """What a plan does with an activation."""
-
-    KEPT = "kept"
-    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +29,7 @@ class Lifeline:
     name: str
     module: str
     nbytes: int
-    fate: Fate
+    choice: Choice
     spans: tuple[Span, ...]
 
 
@@ -51,7 +44,7 @@ def lifelines(graph: Graph, runs: Sequence[Executed], *, most: int | None = None
                 name=graph.storage_names[storage],
                 module=graph.ops[graph.maker[storage] or 0].module_path,
                 nbytes=graph.storages[storage].nbytes,
-                fate=Fate.DROPPED if any(span.recomputed for span in spans[storage]) else Fate.KEPT,
+                choice=Choice.RECOMPUTE if any(span.recomputed for span in spans[storage]) else Choice.KEEP,
                 spans=tuple(spans[storage]),
             )
         )
@@ -100,12 +93,12 @@ def lifeline_cells(line: Lifeline) -> tuple[str, ...]:
     """A life-line as text, in the order of COLUMNS."""
     spans = ", ".join(f"{span.start_ms:.1f}-{span.end_ms:.1f}" for span in line.spans)
     again = ", ".join(span.made_before for span in line.spans if span.recomputed)
-    return (line.name, line.module, human_bytes(line.nbytes), line.fate.value, spans, again)
+    return (line.name, line.module, human_bytes(line.nbytes), line.choice.value, spans, again)
 
 
 def plan_text(lines: Sequence[Lifeline], *, title: str) -> str:
     """Every activation that a plan may drop, as a text table."""
-    dropped = [line for line in lines if line.fate is Fate.DROPPED]
+    dropped = [line for line in lines if line.choice is Choice.RECOMPUTE]
     size = human_bytes(sum(line.nbytes for line in dropped))
     total = human_bytes(sum(line.nbytes for line in lines))
     head = f"{title}\n{len(dropped)} of {len(lines)} activations are dropped and computed again: {size} of {total}"

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from planner.solve import COLUMNS, Row, Status, cells
+from planner.comparison import COLUMNS, Row, cells
+from planner.solve import Status
 from planner.units import human_bytes
 
 console = Console()

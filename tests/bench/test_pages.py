@@ -13,9 +13,10 @@ import pytest
 from bench.__main__ import main
 from bench.show import figures
 from bench.show.pages import dot, edges, page
-from bench.show.residency import Fate, lifelines
+from bench.show.residency import lifelines
 from bench.show.schedule_table import Kind, executed
 from planner.analysis import candidates
+from planner.explain import Choice
 from planner.plan import Plan, recompute_once
 from planner.schedule import Free, Run, RunKind, lower
 from planner.solve import Problem, solve
@@ -120,10 +121,10 @@ def test_lifelines_tell_the_kept_from_the_dropped_and_when_they_are_there():
     solution = solved(graph, dropped=3)
     lines = lifelines(graph, executed(graph, solution.schedule))
     assert len(lines) == len(candidates(graph))
-    dropped = {line.name for line in lines if line.fate is Fate.DROPPED}
+    dropped = {line.name for line in lines if line.choice is Choice.RECOMPUTE}
     assert dropped == {graph.storage_names[s] for s in solution.dropped}
     for line in lines:
-        assert len(line.spans) == (1 if line.fate is Fate.KEPT else 2)
+        assert len(line.spans) == (1 if line.choice is Choice.KEEP else 2)
         assert all(span.start_ms < span.end_ms for span in line.spans)
         assert [bool(span.made_before) for span in line.spans] == [span.recomputed for span in line.spans]
 

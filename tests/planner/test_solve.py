@@ -11,12 +11,13 @@ import pytest
 
 import strategies
 from planner.analysis import candidates
+from planner.comparison import COLUMNS, Row, cells, compare, table
 from planner.errors import BudgetError, NoPlan, PlanError
 from planner.ir import Graph, Timing, TimingKind
 from planner.plan import BoundClass, Plan, with_bound
 from planner.schedule import Run, lower, unplanned_schedule
 from planner.simulator import simulate, unplanned
-from planner.solve import COLUMNS, Problem, Row, Solution, Status, Strategy, cells, compare, solve, table
+from planner.solve import Problem, Solution, Status, Strategy, solve
 from planner.synthetic import accumulation, chain, residual_tower, transformer, unet
 from tests.small import block, eviction, golden, names, read_twice
 
