@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
@@ -47,10 +46,8 @@ class NoOptimizer(Optimizer):
     """Stands for the optimizer of a step that has none: no groups, no state, and it is never stepped."""
 
     def __init__(self) -> None:
-        # Not the base's: it refuses an empty list of parameters.
-        self.defaults = {}
-        self.state = defaultdict(dict)
-        self.param_groups = []
+        super().__init__([torch.empty(0)], {})  # the base refuses an empty list
+        self.param_groups.clear()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise CaptureError("this step was given no optimizer, so that there is none to step")

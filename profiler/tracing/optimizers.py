@@ -14,10 +14,13 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.errors import CaptureError
 from profiler.tracing.guards import Autocast
 from profiler.tracing.patches import patched, with_subclasses
+from profiler.workload import NoOptimizer
 
 # Fused kernels take the learning rate as a number and do their corrections inside, from a step counter that
 # is a tensor: traced, they are the very call that eager makes.
@@ -31,6 +34,8 @@ def why_opaque(optimizer: Optimizer) -> str:
     rate, and the fused forms of Adam, AdamW and Adagrad.
     """
     kind = type(optimizer).__name__
+    if isinstance(optimizer, NoOptimizer):
+        return "the step has no optimizer"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{kind} has step hooks, which must run"
     if optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks:
@@ -166,19 +171,42 @@ def refusing_schedulers() -> Iterator[None]:
 
 @contextmanager
 def refusing_scalers() -> Iterator[None]:
-    """An enabled gradient scaler is refused before it makes anything; a disabled one does nothing anyway."""
+    """An enabled gradient scaler may scale the loss, and is refused where it decides; a disabled one does nothing."""
 
     def unless_enabled(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
             if scaler.is_enabled():
                 raise CaptureError(
                     f"{type(scaler).__name__} decides by the values of the gradients whether the optimizer steps, "
-                    "which a graph cannot do: use bfloat16 autocast, which needs no scaler, or float32; a scaler "
-                    "made with enabled=False may stay"
+                    "which a graph cannot do: plan forward and backward only, checkpoint(forward_backward, model, "
+                    "None, batch, ...) with scaler.scale(loss).backward() in it, and leave scaler.step and "
+                    "scaler.update after it; or use bfloat16 autocast, which needs no scaler. One made with "
+                    "enabled=False may stay"
                 )
             return method(scaler, *args, **kwargs)
 
         return call
 
-    with patched(with_subclasses(GradScaler, ("scale", "unscale_", "step", "update"), unless_enabled)):
-        yield
+    made: list[GradScaler] = []
+
+    def with_live_scale(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(scaler: GradScaler, outputs: Any) -> Any:
+            if scaler.is_enabled() and scaler._scale is None:
+                first = next(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+                with _disable_current_modes():  # a real tensor, as eager's first call makes it, not one of the trace
+                    scaler._lazy_init_scale_growth_tracker(first.device)
+                made.append(scaler)
+            return method(scaler, outputs)
+
+        return call
+
+    with (
+        patched(with_subclasses(GradScaler, ("unscale_", "step", "update"), unless_enabled)),
+        patched(with_subclasses(GradScaler, ("scale",), with_live_scale)),
+    ):
+        try:
+            yield
+        except BaseException:
+            for scaler in made:
+                scaler._scale = scaler._growth_tracker = None
+            raise

@@ -386,7 +386,7 @@ def scaled(scaler):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(batch[0]), batch[1])
         scaler.scale(loss).backward()  # the offending line: scale
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # the offending line: unscale
         scaler.step(optimizer)
         scaler.update()
         return loss
@@ -410,7 +410,7 @@ def test_a_gradient_scaler_is_refused_and_left_as_it_was(kind, used):
         scaled(scaler)(model, optimizer, batch)
     before, methods = copy.deepcopy(vars(scaler)), dict(vars(kind))
     with pytest.raises(
-        CaptureError, match=r"the offending line: scale\s+\w+ decides by the values .* bfloat16 autocast"
+        CaptureError, match=r"the offending line: unscale\s+\w+ decides by the values .* bfloat16 autocast"
     ):
         capture(scaled(scaler), model, optimizer, batch)
     assert vars(scaler) == before
