@@ -15,7 +15,7 @@ import rewriter.pipeline
 import strategies
 from planner.errors import BudgetError, FileFormatError, NoPlan, PlannerError, StrategyError
 from planner.explain import Choice
-from planner.plan import Plan
+from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem, Status, solve
 from profiler.errors import CaptureError
 from rewriter import CheckpointedStep, OverBudget, VerificationError, checkpoint
@@ -661,6 +661,13 @@ def test_a_saved_plan_is_applied_as_it_was_made(tmp_path):
     assert step.solution.plan.evictions == made.solution.plan.evictions
     assert step.solution.strategy == "plan file"
     assert step.verification.exact
+
+
+def test_a_bound_that_was_proven_for_slower_ops_is_not_held_against_a_saved_plan(tmp_path):
+    made = planned(make(), "50%").solution
+    proven = with_bound(made.plan, lower_bound_us=1e12, bound_class=BoundClass.RECOMPUTE_ONCE)
+    proven.save(tmp_path / "plan.json", made.problem.graph)
+    assert planned(make(), "50%", plan=tmp_path / "plan.json").solution.gap is None
 
 
 def test_a_plan_for_another_graph_is_refused_and_nothing_is_changed(tmp_path):
