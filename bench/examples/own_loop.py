@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loader = DataLoader(pictures(4 * options.batch + 1), batch_size=options.batch, shuffle=True, drop_last=True)
     held_out = pictures(32)
 
-    step = checkpoint(train_step, model, optimizer, next(iter(loader)), budget=options.budget, verify=True)
+    step = checkpoint(train_step, model, optimizer, next(iter(loader)), budget=options.budget)
     print(step.solution)
     print(step.verification)
 
