@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import strategies
-from planner.plan import Plan, candidates, recompute_once
+from planner.analysis import candidates
+from planner.plan import Plan, recompute_once
 from planner.solve import Problem, solve
 from planner.synthetic import residual_tower
 

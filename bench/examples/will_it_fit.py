@@ -12,9 +12,8 @@ On the command line: `python -m bench fit --import my_package.train:make --batch
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ from torch.optim import Optimizer
 
 from bench.fit import fit
 from planner.units import human_bytes
-
-Made = tuple[Callable[..., Any], nn.Module, Optimizer, Any]
+from profiler.workload import Workload
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
@@ -34,10 +32,11 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
     return loss
 
 
-def make(batch_size: int, *, depth: int, width: int) -> Made:
+def make(batch_size: int, *, depth: int, width: int) -> Workload:
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth)]
     model = nn.Sequential(*blocks)
-    return train_step, model, torch.optim.AdamW(model.parameters(), fused=True), torch.randn(batch_size, width)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return Workload(train_step, model, optimizer, torch.randn(batch_size, width))  # a plain tuple of the four will do
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
