@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,8 @@ from planner.units import human_bytes
 from profiler.measuring.meters import meter_for, peak_above_start
 from profiler.measuring.restoring import Touched
 from profiler.workload import device_of
+
+log = logging.getLogger("recompute_planner")
 
 StepFunction = Callable[[Any], Any]
 Observed = dict[tuple[str, str], Tensor]
@@ -100,7 +104,7 @@ def compare(
     kinds: dict[str, int] = {}
     for kind, _ in a:
         kinds[kind] = kinds.get(kind, 0) + 1
-    return Verification(
+    found = Verification(
         steps=expected.steps,
         compared=tuple(kinds.items()),
         largest_difference=largest,
@@ -109,6 +113,8 @@ def compare(
         measured_peak_bytes=actual.peak_bytes,
         predicted_peak_bytes=predicted_peak_bytes,
     )
+    log.info("compared with eager: %s", found)
+    return found
 
 
 def _nothing() -> None: ...
@@ -123,7 +129,7 @@ def observe(
     of the last step, begun without the `.grad`s that the step clears anyway. A parameter that has no `.grad` now has
     none when any of the steps begins. `begin` is called before the first step, so that what it makes does not count.
     """
-    model = touched.model
+    started, model = time.perf_counter(), touched.model
     seen: Observed = {}
     returned: list[Any] = []
     without = [p for p in model.parameters() if p.grad is None]
@@ -139,6 +145,12 @@ def observe(
         _take(seen, steps - 1, returned.pop(), model)
         for kind, name, tensor in _left_behind(touched):
             seen[kind, name] = _copy(tensor)
+    log.info(
+        "watched %d steps in %.2f s: at most %s above the start",
+        steps,
+        time.perf_counter() - started,
+        human_bytes(peak),
+    )
     return Observation(steps=steps, tensors=seen, peak_bytes=peak)
 
 

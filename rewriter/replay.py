@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import time
 from collections.abc import Callable
 from typing import Any, assert_never
 
@@ -14,6 +16,8 @@ from profiler.op_forms import Form, Generator, form_of
 from profiler.random_replay import ReplayingRng, SavingRng
 from profiler.tracing.whole_step import TracedStep
 
+log = logging.getLogger("recompute_planner")
+
 # Key of `node.meta`: the position in the schedule of the Run that a node carries out.
 STEP = "schedule_step"
 
@@ -24,6 +28,7 @@ def apply(traced: TracedStep, schedule: Schedule) -> fx.GraphModule:
     Every Run is one call in the same order. Nothing is freed by name: the generated code lets go of a tensor
     right after its last use, which is where the schedule's Free stands.
     """
+    started = time.perf_counter()
     traced.check_runnable()
     replay = _Replay(traced)
     for position, event in enumerate(walk(traced.graph, schedule)):
@@ -34,7 +39,9 @@ def apply(traced: TracedStep, schedule: Schedule) -> fx.GraphModule:
                 replay.free(event.step.storage)
             case _:
                 assert_never(event)
-    return replay.finish()
+    module = replay.finish()
+    log.info("rewrote %s in %.2f s: %d steps", traced.graph.name, time.perf_counter() - started, len(schedule.steps))
+    return module
 
 
 class _Replay:

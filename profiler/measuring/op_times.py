@@ -7,8 +7,10 @@ step that does not fit as it is can be measured under a provisional plan.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
@@ -28,6 +30,8 @@ from profiler.random_replay import ReplayingRng, generator_state
 from profiler.tracing.calling import below_autograd
 from profiler.tracing.whole_step import TracedStep
 from profiler.workload import device_of
+
+log = logging.getLogger("recompute_planner")
 
 TIMED_RUNS = 3
 # A call shorter than this is repeated until it fills it: the clock and the call of the clock are not the op.
@@ -72,6 +76,7 @@ def measure(
     `schedule` is one of the captured step's graph that needs less memory than the unplanned one; what it runs again is
     run but not counted.
     """
+    started = time.perf_counter()
     traced.check_runnable()
     convention = traced.convention
     wrong = convention.check(batch)
@@ -90,7 +95,15 @@ def measure(
         samples = runner.watched(meter)
         repeats = [_repeats(traced.graph, op, us) for op, us in enumerate(warm_us)]
         laps = [runner.timed(meter, repeats) for _ in range(TIMED_RUNS)]
-    return _collect(_as_made(traced, runner.made_bytes), schedule, samples, laps, meter)
+    measured = _collect(_as_made(traced, runner.made_bytes), schedule, samples, laps, meter)
+    log.info(
+        "measured %s in %.2f s: its ops take %.1f ms, %s",
+        traced.graph.name,
+        time.perf_counter() - started,
+        measured.graph.time_us / 1e3,
+        measured.graph.timing,
+    )
+    return measured
 
 
 def _repeats(graph: Graph, op: int, warm_us: float) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,8 @@ from profiler.tracing.session import trace_step
 from profiler.tracing.typed_graph import lift
 from profiler.tracing.without_memory import fake_mode_of, made_without_memory
 from profiler.workload import TrainStep, with_stand_in_optimizer
+
+log = logging.getLogger("recompute_planner")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,7 @@ def capture(
     a step for planning only: with the latter its kernels are those that GPU would run, where known. Without an
     optimizer (None) the step is forward and backward: it leaves gradients in `.grad`, as eager does, and nothing else.
     """
+    started = time.perf_counter()
     train_step, optimizer = with_stand_in_optimizer(train_step, optimizer)
     _refuse_hidden(train_step, model)
     if isinstance(optimizer, LBFGS):
@@ -111,6 +116,14 @@ def capture(
             raise CaptureError(f"early updates need the optimizer inside the graph: {trace.opaque_reason}")
         updates.update_early(trace.module)
     lifted = lift(trace.module, convention.ports, convention.output_roles, name=name or type(model).__name__)
+    log.info(
+        "captured %s in %.2f s: %d ops, %d storages%s",
+        lifted.graph.name,
+        time.perf_counter() - started,
+        len(lifted.graph.ops),
+        len(lifted.graph.storages),
+        f"; the optimizer runs as itself: {trace.opaque_reason}" if trace.opaque_reason else "",
+    )
     return TracedStep(
         graph=lifted.graph if kernels is None else as_on_gpu(lifted.graph),
         module=trace.module,

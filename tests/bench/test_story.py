@@ -7,6 +7,8 @@ import logging
 import pytest
 
 from bench.__main__ import COMMANDS, main
+from rewriter import checkpoint
+from tests.bench.small import make
 
 LOG = logging.getLogger("recompute_planner")
 CHAIN = ["--synthetic", "chain", "--strategy", "ilp", "--budget", "90%"]
@@ -30,6 +32,18 @@ def test_vv_tells_what_was_tried_before(capsys):
     *tried, solved = capsys.readouterr().err.strip().splitlines()
     assert "ilp tried mutwo after" in tried[0]
     assert " solved in " in solved
+
+
+def test_a_planned_step_tells_every_stage_and_its_seconds(caplog):
+    step, model, optimizer, batch = make(4)
+    with caplog.at_level(logging.INFO, logger="recompute_planner"):
+        checkpoint(step, model, optimizer, batch, budget="90%", strategy="mutwo", show_progress=False)
+    stages = ["captured", "measured", "solved", "rewrote", "watched", "watched", "compared"]
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" ")[0] for line in told] == stages
+    assert all(" s: " in line for line in told[:-1])
+    assert " ops, " in told[0]
+    assert "equal to the bit" in told[-1]
 
 
 def test_a_run_that_fails_leaves_the_logger_as_it_was(capsys):
