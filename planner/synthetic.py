@@ -117,6 +117,7 @@ class Layer:
     output: int
     saved: list[int]
     param: int | None = None
+    backward_in_place: bool = False
 
 
 class Network:
@@ -146,8 +147,10 @@ class Network:
         extra_sizes: tuple[int, ...] = (),
         saves: tuple[int, ...] = (),
         mutates_buffer: int | None = None,
+        backward_in_place: bool = False,
         **options: Any,
     ) -> int:
+        """A forward op; its first output goes on, what it makes besides is saved. Further options are the Builder's."""
         b = self.build
         if param is None and param_bytes:
             param = b.input(f"{name}_w", param_bytes, Role.PARAM)
@@ -157,7 +160,7 @@ class Network:
             options["mutates"] = (mutates_buffer,)
         outputs = b.op(name, reads, [nbytes, *extra_sizes], time_us=time_us, round=self.round, **options)
         saved = [*saves, *(inputs if saves_input else []), *([outputs[0]] if saves_output else []), *outputs[1:]]
-        self.layers.append(Layer(name, inputs, outputs[0], saved, param))
+        self.layers.append(Layer(name, inputs, outputs[0], saved, param, backward_in_place))
         return outputs[0]
 
     def view(self, name: str, of: int) -> int:
@@ -180,6 +183,8 @@ class Network:
             if layer.param is not None:
                 reads.append(layer.param)
                 nbytes.append(b.storages[b.values[layer.param].storage].nbytes)
+            if layer.backward_in_place:
+                options["overwritable"] = tuple(gradient[layer.output])
             grads = b.op(f"{layer.name}_bw", reads, nbytes, **options)
             for v, grad in zip(layer.inputs, grads, strict=False):
                 gradient.setdefault(v, []).append(grad)

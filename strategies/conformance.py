@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from planner import synthetic
 from planner.analysis import cannot_drop
 from planner.errors import NoPlan
-from planner.ir import Graph, Op, Phase, Rerun, Role, Storage, Value
+from planner.ir import Graph, Rerun
 from planner.plan import Plan
-from planner.schedule import Run, lower
+from planner.schedule import lower
 from planner.simulator import simulate, unplanned
 from planner.solve import Problem, Solution, Status, Strategy, solve
+from planner.synthetic import Network, batch_norm, dropout, relu
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what the unplanned step adds to its start
 TIME_LIMIT_S = 10.0
@@ -53,8 +53,7 @@ class StrategyConformance:
     def test_it_returns_a_plan_that_can_be_carried_out(self, strategy: Strategy, graph: Graph) -> None:
         for problem, plan in _proposals(strategy, graph):
             assert isinstance(plan, Plan), f"plan() returned {plan!r}"
-            runs = [s for s in lower(graph, plan, in_place=problem.in_place).steps if isinstance(s, Run)]
-            assert len(runs) >= len(graph.ops)
+            assert len(lower(graph, plan, in_place=problem.in_place).runs) >= len(graph.ops)
 
     def test_two_calls_give_the_same_plan(self, strategy: Strategy, graph: Graph) -> None:
         for problem, plan in _proposals(strategy, graph):
@@ -90,8 +89,7 @@ class StrategyConformance:
             for eviction in plan.evictions:
                 reason = cannot_drop(graph, eviction.storage)
                 assert reason is None, f"drops {graph.storage_names[eviction.storage]!r}, but {reason}"
-            steps = lower(graph, plan, in_place=problem.in_place).steps
-            runs = [s.op for s in steps if isinstance(s, Run)]
+            runs = [run.op for run in lower(graph, plan, in_place=problem.in_place).runs]
             for op in graph.ops:
                 assert op.rerun is not Rerun.NEVER or runs.count(op.id) == 1, f"{op.name!r} ran more than once"
 
@@ -118,7 +116,7 @@ class StrategyConformance:
             f"in-place forms, which `problem.in_place` rules out ({solution.reason})"
         )
         assert solution.schedule is not None
-        assert all(s.into is None for s in solution.schedule.steps if isinstance(s, Run))
+        assert all(run.into is None for run in solution.schedule.runs)
 
     def test_only_the_judge_sets_the_status(self, strategy: Strategy, graph: Graph) -> None:
         for problem, plan in _proposals(strategy, graph):
@@ -162,168 +160,56 @@ def _label(problem: Problem) -> str:
 # -- graphs -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Step:
-    """A training step written down layer by layer; its backward and its optimizer follow by themselves."""
-
-    name: str
-    ops: list[Op] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    storages: list[Storage] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    tape: list[tuple[Op, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)  # op, inputs, saved
-    round: int = 0
-
-    def storage(self, nbytes: int, role: Role) -> int:
-        self.storages.append(Storage(id=len(self.storages), nbytes=nbytes, role=role))
-        return len(self.storages) - 1
-
-    def tensor(self, name: str, nbytes: int, role: Role, producer: int | None = None) -> int:
-        storage = self.storage(nbytes, role)
-        self.values.append(Value(id=len(self.values), name=name, storage=storage, producer=producer))
-        return len(self.values) - 1
-
-    def op(
-        self, name: str, phase: Phase, inputs: Sequence[int], sizes: Sequence[int], role: Role, **options: Any
-    ) -> Op:
-        op_id = len(self.ops)
-        names = [name, *(f"{name}.{i}" for i in range(1, len(sizes)))]
-        outputs = tuple(self.tensor(n, b, role, op_id) for n, b in zip(names, sizes, strict=False))
-        fields: dict[str, Any] = {"target": name, "time_us": 1.0, "round": self.round, **options}
-        self.ops.append(Op(id=op_id, name=name, phase=phase, inputs=tuple(inputs), outputs=outputs, **fields))
-        return self.ops[-1]
-
-    def layer(
-        self,
-        name: str,
-        inputs: Sequence[int],
-        *sizes: int,
-        reads: Sequence[int] = (),
-        saves_inputs: bool = True,
-        saves_output: bool = False,
-        **options: Any,
-    ) -> tuple[int, ...]:
-        """A forward op; `reads` are inputs without a gradient: parameters, buffers."""
-        op = self.op(name, Phase.FORWARD, [*inputs, *reads], sizes, Role.ACTIVATION, **options)
-        saved = (*(inputs if saves_inputs else ()), *op.outputs[0 if saves_output else 1 :])
-        self.tape.append((op, tuple(inputs), saved))
-        return op.outputs
-
-    def backward(self, loss: int) -> None:
-        """The backward of this round: each op reads its gradients and what its forward saved."""
-        gradients: dict[int, list[int]] = {loss: []}
-        for op, inputs, saved in reversed(self.tape):
-            incoming = [g for v in op.outputs for g in gradients.get(v, ())]
-            sizes = [self.storages[self.values[v].storage].nbytes for v in inputs]
-            options: dict[str, Any] = {"target": f"{op.target}_backward", "time_us": 2 * op.time_us}
-            if op.overwritable and len(incoming) == len(inputs) == 1:
-                options["overwritable"] = tuple(incoming)
-            reads = [*dict.fromkeys([*incoming, *saved])]
-            made = self.op(f"{op.name}_bw", Phase.BACKWARD, reads, sizes, Role.GRADIENT, **options)
-            for v, gradient in zip(inputs, made.outputs, strict=True):
-                gradients.setdefault(v, []).append(gradient)
-        self.outputs.append(loss)
-        self.tape.clear()
-        self.round += 1
-
-    def graph(self, weights: Sequence[int] = ()) -> Graph:
-        """The validated graph, with an optimizer op that changes `weights` at the end."""
-        if weights:
-            never = {"rerun": Rerun.NEVER, "never_reason": "an optimizer changes its parameters"}
-            self.op("sgd", Phase.OPTIMIZER, weights, (), Role.TEMP, mutates=tuple(weights), **never)
-        return Graph(
-            name=self.name,
-            ops=tuple(self.ops),
-            values=tuple(self.values),
-            storages=tuple(self.storages),
-            outputs=tuple(self.outputs),
-        ).validate()
-
-
 def chain() -> Graph:
     """Matrix products with a parameter each, every third of them never to be rerun."""
-    step = _Step("chain")
-    h, weights = step.tensor("x", 40, Role.INPUT), []
+    net = Network("chain", input_bytes=40)
+    h = net.x
     for i in range(7):
-        weights.append(step.tensor(f"w{i}", 24, Role.PARAM))
-        never: dict[str, Any] = {"rerun": Rerun.NEVER, "never_reason": "it calls foreign code"} if i % 3 == 1 else {}
-        (h,) = step.layer(f"mm{i}", [h], 100 + 10 * i, reads=[weights[-1]], time_us=3.0 + i, **never)
-    (loss,) = step.layer("loss", [h], 4)
-    step.backward(loss)
-    return step.graph(weights)
+        rerun = Rerun.NEVER if i % 3 == 1 else Rerun.FREELY
+        h = net.layer(f"mm{i}", [h], 100 + 10 * i, param_bytes=24, time_us=3.0 + i, rerun=rerun)
+    return net.graph(net.layer("loss", [h], 4))
 
 
 def residual() -> Graph:
     """Two blocks of convolution, batch norm, relu and dropout with a skip, and a wide head that runs in place."""
-    step = _Step("residual")
-    h, weights = step.tensor("x", 128, Role.INPUT), []
+    net = Network("residual", input_bytes=128)
+    h = net.x
     for i in range(2):
-        weights.append(step.tensor(f"w{i}", 24, Role.PARAM))
-        mean = step.tensor(f"mean{i}", 8, Role.BUFFER)
-        (c,) = step.layer(f"conv{i}", [h], 128, reads=[weights[-1]], time_us=9.0, workspace_bytes=16)
-        norm: dict[str, Any] = {"rerun": Rerun.WITHOUT_SIDE_EFFECT, "mutates": (mean,), "time_us": 2.0}
-        n, _ = step.layer(f"batch_norm{i}", [c], 128, 8, reads=[mean], **norm)
-        (r,) = step.layer(f"relu{i}", [n], 128, overwritable=(n,), saves_inputs=False, saves_output=True)
-        state = step.storage(16, Role.TEMP)
-        (d,) = step.layer(f"dropout{i}", [r], 128, rerun=Rerun.REPLAY_RNG, rng_state=state, saves_output=True)
-        (h,) = step.layer(f"add{i}", [d, h], 128, overwritable=(d,), saves_inputs=False)
-    (wide,) = step.layer("widen", [h], 600)
-    (wide,) = step.layer("scale", [wide], 600, overwritable=(wide,), saves_inputs=False)
-    (loss,) = step.layer("loss", [wide], 4, saves_inputs=False)
-    step.backward(loss)
-    return step.graph(weights)
+        conv = net.layer(f"conv{i}", [h], 128, param_bytes=24, time_us=9.0, workspace_bytes=16)
+        r = relu(net, f"relu{i}", batch_norm(net, f"norm{i}", conv, 128), 128, time_us=1.0)
+        d = dropout(net, f"dropout{i}", r, 128)
+        h = net.layer(f"add{i}", [d, h], 128, overwritable=(d,), saves_input=False)
+    wide = net.layer("widen", [h], 600)
+    wide = net.layer("scale", [wide], 600, overwritable=(wide,), saves_input=False, backward_in_place=True)
+    return net.graph(net.layer("loss", [wide], 4, saves_input=False))
 
 
 def unet() -> Graph:
     """Sizes that halve on the way down, and long skips to the way up."""
-    step = _Step("unet")
-    h, skips = step.tensor("x", 64, Role.INPUT), []
-    for i, nbytes in enumerate((256, 128, 64)):
-        (h,) = step.layer(f"down{i}", [h], nbytes, time_us=4.0)
-        skips.append(h)
-        (h,) = step.layer(f"pool{i}", [h], nbytes // 2)
-    for i, nbytes in reversed(list(enumerate((256, 128, 64)))):
-        (h,) = step.layer(f"up{i}", [h, skips[i]], nbytes, time_us=4.0)
-    (loss,) = step.layer("loss", [h], 4)
-    step.backward(loss)
-    return step.graph()
+    return synthetic.unet(3)
 
 
 def multi_output() -> Graph:
     """Ops with several outputs that different layers read, and a second loss."""
-    step = _Step("multi_output")
-    x = step.tensor("x", 40, Role.INPUT)
-    q, k, v = step.layer("qkv", [x], 100, 100, 100, time_us=6.0)
-    (scores,) = step.layer("scores", [q, k], 200, time_us=3.0)
-    mixed, attention = step.layer("attend", [scores, v], 100, 200, time_us=3.0)
-    (norm,) = step.layer("norm", [mixed], 100)
-    (extra,) = step.layer("extra_loss", [attention], 4)
-    (loss,) = step.layer("loss", [norm, extra], 4)
-    step.outputs.append(extra)
-    step.backward(loss)
-    return step.graph()
+    net = Network("multi_output", input_bytes=40)
+    q, k, v = net.build.op("qkv", [net.x], [100, 100, 100], time_us=6.0)
+    scores = net.layer("scores", [q, k], 200, time_us=3.0)
+    mixed = net.layer("attend", [scores, v], 100, extra_sizes=(200,), time_us=3.0)
+    attention = net.build.ops[-1].outputs[1]
+    norm, extra = net.layer("norm", [mixed], 100), net.layer("extra_loss", [attention], 4)
+    net.build.outputs.append(extra)
+    return net.graph(net.layer("loss", [norm, extra], 4))
 
 
 def accumulation() -> Graph:
     """Two rounds of forward and backward before one update."""
-    step = _Step("accumulation")
-    x, weights = step.tensor("x", 40, Role.INPUT), [step.tensor(f"w{i}", 24, Role.PARAM) for i in range(4)]
-    for r in range(2):
-        h = x
-        for i, weight in enumerate(weights):
-            (h,) = step.layer(f"r{r}_f{i}", [h], 100, reads=[weight], time_us=2.0)
-        (loss,) = step.layer(f"r{r}_loss", [h], 4)
-        step.backward(loss)
-    return step.graph(weights)
+    return synthetic.accumulation(2, 4)
 
 
 def nothing_to_drop() -> Graph:
     """A step whose activations may all never be recomputed."""
-    step = _Step("nothing_to_drop")
-    (h,) = step.layer("foreign", [step.tensor("x", 40, Role.INPUT)], 100, rerun=Rerun.NEVER, never_reason="foreign")
-    (loss,) = step.layer("loss", [h], 4)
-    step.backward(loss)
-    return step.graph()
+    net = Network("nothing_to_drop", input_bytes=40)
+    return net.graph(net.layer("loss", [net.layer("foreign", [net.x], 100, rerun=Rerun.NEVER)], 4))
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
