@@ -197,13 +197,13 @@ class Floor:
         )
 
 
-def floor(graph: Graph) -> Floor:
+def floor(graph: Graph, *, in_place: bool = True) -> Floor:
     """A lower bound on the peak of every schedule, however often it recomputes."""
-    least, start = least_bytes(graph), _start_by_role(graph)
+    least, start = least_bytes(graph, in_place=in_place), _start_by_role(graph)
     if not len(least):
         return Floor(nbytes=graph.start_bytes, op="-", start_by_role=start, fixed_bytes=0, op_bytes=0, op_tensors=())
     worst = int(least.argmax())
-    own = _own_bytes(graph, worst)
+    own = _own_bytes(graph, worst, in_place=in_place)
     return Floor(
         nbytes=int(least[worst]),
         op=graph.ops[worst].name,
@@ -214,12 +214,20 @@ def floor(graph: Graph) -> Floor:
     )
 
 
-def least_bytes(graph: Graph) -> npt.NDArray[np.int64]:
+def least_bytes(graph: Graph, *, in_place: bool = True) -> npt.NDArray[np.int64]:
     """Per op: bytes live while it runs under every schedule: what cannot be dropped, and what the op itself needs."""
-    return graph.derived(_least_bytes)
+    return graph.derived(_least_bytes_in_place if in_place else _least_bytes_out_of_place)
 
 
-def _least_bytes(graph: Graph) -> npt.NDArray[np.int64]:
+def _least_bytes_in_place(graph: Graph) -> npt.NDArray[np.int64]:
+    return _least_bytes(graph, in_place=True)
+
+
+def _least_bytes_out_of_place(graph: Graph) -> npt.NDArray[np.int64]:
+    return _least_bytes(graph, in_place=False)
+
+
+def _least_bytes(graph: Graph, *, in_place: bool) -> npt.NDArray[np.int64]:
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     for storage in graph.storages:
         made = graph.maker[storage.id]
@@ -230,14 +238,15 @@ def _least_bytes(graph: Graph) -> npt.NDArray[np.int64]:
         last = len(graph.ops) - 1 if held else (readers[-1] if readers else made)
         change[made] += storage.nbytes
         change[last + 1] -= storage.nbytes
-    own = np.array([_own_bytes(graph, op.id) for op in graph.ops], dtype=np.int64)
+    own = np.array([_own_bytes(graph, op.id, in_place=in_place) for op in graph.ops], dtype=np.int64)
     return graph.start_bytes + np.cumsum(change[:-1]) + own
 
 
-def _own_bytes(graph: Graph, op: int) -> int:
+def _own_bytes(graph: Graph, op: int, *, in_place: bool) -> int:
     """What an op reads and makes of the droppable, and works in; less what an in-place form could save."""
     touched = {*graph.reads[op], *graph.makes[op]} & droppable(graph)
-    return sum(graph.storages[s].nbytes for s in touched) + graph.ops[op].workspace_bytes - _overwrite_bytes(graph, op)
+    saved = _overwrite_bytes(graph, op) if in_place else 0
+    return sum(graph.storages[s].nbytes for s in touched) + graph.ops[op].workspace_bytes - saved
 
 
 def _op_tensors(graph: Graph, op: int, *, most: int = 4) -> tuple[tuple[str, int], ...]:

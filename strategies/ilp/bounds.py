@@ -19,17 +19,22 @@ STAGES = (1, 3, 5, 9, 15)
 
 
 def any_schedule_bound_us(
-    graph: Graph, budget_bytes: int, *, solver: SolverName = SolverName.ORTOOLS, time_limit_s: float = 5.0
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    solver: SolverName = SolverName.ORTOOLS,
+    time_limit_s: float = 5.0,
+    in_place: bool = True,
 ) -> float:
     """A lower bound on the recompute time of any schedule within the budget; infinite if there is none.
 
     The best over several numbers of stages. SolverError if the solver is missing or fails.
     """
-    if floor(graph).nbytes > budget_bytes:
+    if floor(graph, in_place=in_place).nbytes > budget_bytes:
         return math.inf
     best = 0.0
     for stages in STAGES:
-        model = _Staged(graph, _moments(graph, stages)).at(budget_bytes)
+        model = _Staged(graph, _moments(graph, stages, in_place=in_place), in_place=in_place).at(budget_bytes)
         answer = solve_model(model, solver, time_limit_s=time_limit_s / len(STAGES), gap=0.0)
         if answer.outcome is Outcome.INFEASIBLE:
             return math.inf
@@ -42,9 +47,9 @@ def _touched(graph: Graph, op: int) -> dict[int, None]:
     return dict.fromkeys((*graph.reads[op], *graph.makes[op]))
 
 
-def _moments(graph: Graph, stages: int) -> list[int]:
+def _moments(graph: Graph, stages: int, *, in_place: bool) -> list[int]:
     """The turn to the backward, and the worst op of each of `stages` equal windows after it."""
-    least = least_bytes(graph)
+    least = least_bytes(graph, in_place=in_place)
     first = next((op.id for op in graph.ops if op.phase is Phase.BACKWARD), len(graph.ops) - 1)
     edges = np.linspace(first, len(graph.ops), stages + 1).astype(int)
     worst = [int(a + least[a:b].argmax()) for a, b in pairwise(edges.tolist()) if b > a]
@@ -54,8 +59,9 @@ def _moments(graph: Graph, stages: int) -> list[int]:
 class _Staged:
     """The linear program for one set of moments."""
 
-    def __init__(self, graph: Graph, moments: list[int]) -> None:
+    def __init__(self, graph: Graph, moments: list[int], *, in_place: bool) -> None:
         self.graph = graph
+        self.least = least_bytes(graph, in_place=in_place)
         self.moments = moments
         self.droppable = sorted(droppable(graph))
         self.cost: list[float] = []
@@ -113,7 +119,7 @@ class _Staged:
 
     def _residents(self, k: int, available: dict[int, Linear]) -> dict[int, Linear]:
         position, graph = self.moments[k], self.graph
-        least = Linear(float(least_bytes(graph)[position]))
+        least = Linear(float(self.least[position]))
         touched = _touched(graph, position)
         resident = {}
         for x in self.droppable:

@@ -14,6 +14,8 @@ from planner.analysis import candidates, temporaries
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase
 from planner.plan import NEVER_STAGE, Plan
+from planner.schedule import lower
+from planner.simulator import simulate
 from planner.solve import Problem
 from strategies.ilp.program import StagedProgram, unavoidable_bytes
 from strategies.ilp.reduction import Reduction, reduce
@@ -31,7 +33,7 @@ class Work:
     def __init__(self, problem: Problem) -> None:
         self.graph = problem.graph
         started = time.perf_counter()
-        problem.timeline(Plan())
+        simulate(self.graph, lower(self.graph, Plan(), in_place=problem.in_place))
         self.simulation_s = time.perf_counter() - started
         self.in_place = problem.in_place
         self.peak_bytes = problem.unplanned.peak_bytes
@@ -60,7 +62,7 @@ class Work:
             self.moments.update(first_moments(self.reduction, in_place=self.in_place))
         size = len(self.moments) + len(self.inner)  # both only ever grow
         if self._program is None or self._program[0] != size:
-            self._program = size, StagedProgram(self.reduction, self.moments, self.inner)
+            self._program = size, StagedProgram(self.reduction, self.moments, self.inner, in_place=self.in_place)
         return self._program[1]
 
     def state(self, kept: Iterable[int]) -> Incremental:

@@ -106,11 +106,15 @@ class StagedProgram:
     """The program for one set of moments; `at(budget)` gives it as arrays for one budget.
 
     An *inner* moment (j, q) counts memory during a rerun of op q placed just before op j: it makes j - 1 and j
-    moments too, so that one stage holds exactly the reruns before j.
+    moments too, so that one stage holds exactly the reruns before j. Without `in_place`, no op is credited with an
+    in-place form.
     """
 
-    def __init__(self, reduction: Reduction, moments: Iterable[int], inner: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, reduction: Reduction, moments: Iterable[int], inner: Iterable[tuple[int, int]] = (), *, in_place: bool
+    ) -> None:
         self.reduction = reduction
+        self.in_place = in_place
         self.inner = sorted(set(inner))
         self.moments = sorted({*moments, *(j for j, _ in self.inner), *(max(0, j - 1) for j, _ in self.inner)})
         self.tail = len(self.moments)
@@ -326,8 +330,7 @@ class StagedProgram:
             if state:
                 waiting = total((1.0, self.a(node.op, self.tail)), (-1.0, self.a(node.op, k)))
                 memory.add(waiting, state)
-        memory.add(overwrite_credit(self, position), -1.0)
-        return memory
+        return memory.add(overwrite_credit(self, position), -1.0) if self.in_place else memory
 
     # -- memory during a rerun ----------------------------------------------------------------------------------
 
@@ -342,7 +345,7 @@ class StagedProgram:
             memory.add(self._live_before(block, k, op, rerun if block.storage in reads else None), block.nbytes)
         transient = graph.ops[op].workspace_bytes + sum(graph.storages[s].nbytes for s in graph.makes[op])
         transient += sum(graph.storages[s].nbytes for s in reads if s in reduction.merged)
-        if graph.ops[op].overwritable and graph.makes[op]:
+        if self.in_place and graph.ops[op].overwritable and graph.makes[op]:
             transient -= min(transient, max(graph.storages[s].nbytes for s in graph.makes[op]))
         return memory.add(rerun, float(transient))
 

@@ -164,7 +164,7 @@ class Search:
 
     def _optimise(self) -> None:
         """Solve, check exactly, count memory where it was missed, and again."""
-        if floor(self.graph).nbytes > self.problem.budget_bytes:
+        if floor(self.graph, in_place=self.problem.in_place).nbytes > self.problem.budget_bytes:
             self.impossible = True
             return
         budget = target = self.problem.budget_bytes
@@ -297,9 +297,13 @@ class Search:
         """Whether it is proven that no amount of recomputation would do."""
         seconds = min(SECONDS_FOR_ANY_SCHEDULE, self._left_s() / 4)
         if seconds <= 0:
-            return floor(self.graph).nbytes > self.problem.budget_bytes
+            return floor(self.graph, in_place=self.problem.in_place).nbytes > self.problem.budget_bytes
         bound_us = any_schedule_bound_us(
-            self.graph, self.problem.budget_bytes, solver=self.options.solver, time_limit_s=seconds
+            self.graph,
+            self.problem.budget_bytes,
+            solver=self.options.solver,
+            time_limit_s=seconds,
+            in_place=self.problem.in_place,
         )
         return math.isinf(bound_us)
 
@@ -345,7 +349,7 @@ class Search:
         return "; ".join(words)
 
     def _floor(self) -> str:
-        least = floor(self.graph).nbytes
+        least = floor(self.graph, in_place=self.problem.in_place).nbytes
         higher = self.floor_bytes and self.floor_bytes >= least  # a search that was cut off may have proven less
         once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if higher else ""
         proof = "proven: nothing that recomputes once fits; " if self.impossible else ""

@@ -11,14 +11,7 @@ from planner.plan import Plan
 from planner.solve import Problem, Status, solve
 from planner.synthetic import chain, residual_tower, resnet_like, transformer, unet
 from strategies.auto import Auto
-from strategies.conformance import StrategyConformance
 from strategies.ilp.search import Ilp
-
-
-class TestTheContract(StrategyConformance):
-    @pytest.fixture
-    def strategy(self):
-        return strategies.make("auto")
 
 
 def at(graph, share, **options):

@@ -22,6 +22,7 @@ from strategies.conformance import StrategyConformance
 SPECS = (
     "auto",
     "ilp",
+    "ilp:solver=cbc",
     "keep_all",
     "mutwo",
     "mutwo:faithful=true",

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import strategies
 from planner.analysis import candidates, temporaries
@@ -30,7 +31,6 @@ from planner.synthetic import (
     transformer,
     unet,
 )
-from strategies.conformance import StrategyConformance
 from strategies.ilp import search as ilp_module
 from strategies.ilp import solvers as ilp_solvers
 from strategies.ilp.moments import backward_starts, first_moments
@@ -43,12 +43,6 @@ from tests.graphs import networks
 from tests.reference import naive_bytes, subsets
 
 MOST = 8  # storages: 256 plans
-
-
-class TestTheContract(StrategyConformance):
-    @pytest.fixture(params=["ilp", "ilp:solver=cbc"])
-    def strategy(self, request: pytest.FixtureRequest):
-        return strategies.make(request.param)
 
 
 # -- the oracle -------------------------------------------------------------------------------------------------
@@ -117,14 +111,25 @@ def merged() -> Graph:
     return net.graph(net.layer("loss", [x], 1))
 
 
+def overwriting() -> Graph:
+    """A wide op at the peak that may run in place, after layers that could make room for it."""
+    net = Network("overwriting")
+    x = net.layer("a", [net.x], 50, time_us=3.0)
+    x = net.layer("b", [x], 60, time_us=2.0)
+    wide = net.layer("widen", [x], 300, time_us=4.0)
+    wide = net.layer("scale", [wide], 300, overwritable=(wide,), saves_input=False, backward_in_place=True)
+    return net.graph(net.layer("loss", [wide], 1, saves_input=False))
+
+
 SMALL = [
     chain(6), diamond(3), residual_tower(1), unet(1), transformer(1), accumulation(2, 3), multi_output(),
     never_rerun(), views(), merged(),
 ]  # fmt: skip
 
 
-def alone(graph: Graph, budget_bytes: int, **options) -> Solution:
-    return solve(Problem(graph=graph, budget_bytes=budget_bytes), Ilp(gap=0.0, seeds=False, **options))
+def alone(graph: Graph, budget_bytes: int, *, in_place: bool = True, **options) -> Solution:
+    problem = Problem(graph=graph, budget_bytes=budget_bytes, in_place=in_place)
+    return solve(problem, Ilp(gap=0.0, seeds=False, **options))
 
 
 def check_against(plans: list[tuple[float, int]], graph: Graph, budget_bytes: int, solution: Solution) -> None:
@@ -154,31 +159,44 @@ def test_it_equals_brute_force_on_every_shape(graph, solver):
 
 
 @settings(max_examples=60, deadline=None)
-@given(networks(max_layers=5))
-def test_it_equals_brute_force_on_random_networks(graph):
+@given(networks(max_layers=5), st.booleans())
+def test_it_equals_brute_force_on_random_networks(graph, in_place):
     if not is_small(graph):
         return
-    plans = every_plan(graph)
+    plans = every_plan(graph, in_place=in_place)
     for budget in budgets(plans, count=3):
-        check_against(plans, graph, budget, alone(graph, budget))
+        check_against(plans, graph, budget, alone(graph, budget, in_place=in_place))
 
 
-def test_the_program_alone_finds_the_optimum_of_every_shape(monkeypatch):
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_program_alone_finds_the_optimum_of_every_shape(monkeypatch, in_place):
     monkeypatch.setattr(ilp_module, "TRY_EVERY_SET", 0)
-    for graph in SMALL:
-        plans = every_plan(graph)
+    for graph in [*SMALL, overwriting()]:
+        plans = every_plan(graph, in_place=in_place)
         for budget in budgets(plans):
-            check_against(plans, graph, budget, alone(graph, budget))
+            check_against(plans, graph, budget, alone(graph, budget, in_place=in_place))
+
+
+def test_without_in_place_forms_it_proves_another_optimum_and_is_not_cut_off(monkeypatch):
+    monkeypatch.setattr(ilp_module, "TRY_EVERY_SET", 0)
+    graph = overwriting()
+    plans = {in_place: every_plan(graph, in_place=in_place) for in_place in (True, False)}
+    budget = min(peak for _, peak in plans[False])
+    assert optimum(plans[True], budget) == 0 < optimum(plans[False], budget)
+    solution = alone(graph, budget, in_place=False)
+    assert solution.timeline.recompute_us == optimum(plans[False], budget)
+    assert solution.plan.lower_bound_us == pytest.approx(solution.timeline.recompute_us, rel=1e-5)
+    assert not solution.plan.cut_off
 
 
 @settings(max_examples=60, deadline=None)
-@given(networks(max_layers=5))
-def test_its_bound_and_its_proofs_of_impossibility_are_never_false(graph):
+@given(networks(max_layers=5), st.booleans())
+def test_its_bound_and_its_proofs_of_impossibility_are_never_false(graph, in_place):
     if not is_small(graph):
         return
-    plans = every_plan(graph)
+    plans = every_plan(graph, in_place=in_place)
     for budget in budgets(plans, count=3):
-        search = Search(Problem(graph=graph, budget_bytes=budget), Ilp(seeds=False))
+        search = Search(Problem(graph=graph, budget_bytes=budget, in_place=in_place), Ilp(seeds=False))
         search._optimise()
         search._shrink_if_nothing_fits()
         best = optimum(plans, budget)
@@ -195,7 +213,7 @@ def test_storages_called_small_leave_the_bound_a_bound(graph):
     plans = every_plan(graph)
     step = Problem(graph=graph, budget_bytes=1).unplanned.above_start_bytes
     reduction = reduce(graph, step_bytes=step, small_share=0.25)
-    program = StagedProgram(reduction, first_moments(reduction, in_place=True))
+    program = StagedProgram(reduction, first_moments(reduction, in_place=True), in_place=True)
     for budget in budgets(plans, count=3):
         answer = solve_model(program.at(budget), SolverName.ORTOOLS, time_limit_s=10, gap=0.0)
         best = optimum(plans, budget)

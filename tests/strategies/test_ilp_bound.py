@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.analysis import floor
 from planner.plan import recompute_each_time, recompute_once
@@ -18,13 +19,14 @@ from tests.graphs import networks_with_drops
 
 
 @settings(max_examples=80, deadline=None)
-@given(networks_with_drops(max_layers=8))
-def test_no_schedule_is_below_the_bound_or_the_floor(drawn):
+@given(networks_with_drops(max_layers=8), st.booleans())
+def test_no_schedule_is_below_the_bound_or_the_floor(drawn, in_place):
     graph, dropped = drawn
     for make in (recompute_once, recompute_each_time):
-        timeline = simulate(graph, lower(graph, make(graph, dropped)))
-        assert floor(graph).nbytes <= timeline.peak_bytes
-        assert any_schedule_bound_us(graph, timeline.peak_bytes) <= timeline.recompute_us + 1e-6
+        timeline = simulate(graph, lower(graph, make(graph, dropped), in_place=in_place))
+        assert floor(graph, in_place=in_place).nbytes <= timeline.peak_bytes
+        bound_us = any_schedule_bound_us(graph, timeline.peak_bytes, in_place=in_place)
+        assert bound_us <= timeline.recompute_us + 1e-6
 
 
 def test_less_than_the_floor_is_impossible_at_once():
