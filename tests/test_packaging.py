@@ -10,10 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-from bench.__main__ import main
 from bench.show.estimate_figures import _grid
 from bench.show.figures import axes_beside
+
+from bench.__main__ import main
 from bench.workloads import zoo
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import MissingPackage, PlannerError

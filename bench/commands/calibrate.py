@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.experiments.calibration import CASES, run_calibration
+    from bench.experiments.calibration.run import CASES, run_calibration
 
     run_calibration(
         [workload(options)] if names_a_workload(options) else CASES,

@@ -14,6 +14,7 @@ from bench.commands.options import (
     budgets,
     check_folder,
     check_writable,
+    given_graphs,
     positive,
     refuse_together,
     split_commas,
@@ -94,30 +95,22 @@ def _only_one(flag: str, chosen: list[str]) -> str:
 
 
 def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
-    from bench.experiments.planning import SYNTHETIC, as_json, compare_graph
-    from bench.machine.row_files import command_line, save_rows
-    from bench.show.terminal import graph_caption, print_comparison
-    from planner.ir import Graph
+    from bench.experiments.plans.rows import as_json, compare_graph
+    from bench.experiments.results_file import save_rows
+    from bench.show.tables import graph_caption, print_comparison
 
-    if options.graph is not None:
-        graphs = [Graph.load(options.graph)]
-    else:
-        chosen = split_commas(options.synthetic)
-        if unknown := [name for name in chosen if name not in SYNTHETIC]:
-            raise PlannerError(f"unknown graph {unknown[0]!r}: there are {', '.join(SYNTHETIC)}")
-        graphs = [SYNTHETIC[name]() for name in chosen]
     rows = []
-    for graph in graphs:
+    for graph in given_graphs(options):
         found = compare_graph(graph, specs, limits, time_limit_s=options.time_limit)
         rows += found
         print_comparison(found, title=f"{graph.name}: strategies compared", caption=graph_caption(found))
     if options.json is not None:
-        save_rows(options.json, command=command_line(), rows=as_json(rows))
+        save_rows(options.json, rows=as_json(rows))
     return 0
 
 
 def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
-    from bench.experiments.sweep import run_sweep
+    from bench.experiments.sweep.run import run_sweep
 
     check_folder(options.out)
     run_sweep(
@@ -134,7 +127,7 @@ def _sweep(options: argparse.Namespace, spec: str, budget: str) -> int:
 
 
 def _compare_model(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
-    from bench.experiments.compare import compare_model
+    from bench.experiments.comparison.run import compare_model
 
     check_folder(options.out)
     compare_model(
@@ -154,7 +147,7 @@ def _peers(text: str | None) -> list[str]:
     """The peers whose names hold one of the pieces; a piece that no name holds is told before any work."""
     if text is None:
         return []
-    from bench.experiments.peers import PEERS
+    from bench.workloads.peers import PEERS
 
     if text == "all":
         return list(PEERS)

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.json)
     if options.out is not None:
         check_folder(options.out)
-    from bench.fit.showing import run_fit
+    from bench.fit.printing import run_fit
 
     report = run_fit(
         workload(options),

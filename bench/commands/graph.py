@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     spec, budget = one("strategy", strategy_specs(options.strategy)), one("budget", budgets(options.budget))
     graph = None if options.graph is None else Graph.load(options.graph)
     check_folder(options.out)
-    from bench.show.pages import write_graph
+    from bench.show.exports import write_graph
     from bench.show.terminal import console
 
     solution = _solution(graph or _measured(options), spec, budget, time_limit_s=options.time_limit)
@@ -59,6 +59,6 @@ def _solution(graph: Graph, spec: str, budget: str, *, time_limit_s: float) -> S
 
 
 def _measured(options: argparse.Namespace) -> Graph:
-    from bench.experiments.plans import measured_graph
+    from bench.experiments.captured_graphs import measured_graph
 
     return measured_graph(workload(options))

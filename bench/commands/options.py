@@ -6,10 +6,14 @@ import argparse
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.errors import PlannerError
 from planner.extras import needs_extra
 from planner.units import read_budget
+
+if TYPE_CHECKING:
+    from planner.ir import Graph
 
 # What to train, and what its planned form may do: none of them has a default, so that a given one can be told.
 WORKLOAD = ("--model", "--import", "--batch", "--image", "--seq", "--optimizer", "--dtype", "--device")
@@ -96,6 +100,14 @@ def given(options: argparse.Namespace, flag: str) -> bool:
     name = "source" if flag == "--import" else flag.removeprefix("--").replace("-", "_")
     value = getattr(options, name)
     return value is not None and value is not False
+
+
+def given_graphs(options: argparse.Namespace) -> list[Graph]:
+    """The graphs of --graph or --synthetic."""
+    from bench.workloads.made_up_graphs import made_up
+    from planner.ir import Graph
+
+    return made_up(split_commas(options.synthetic)) if options.graph is None else [Graph.load(options.graph)]
 
 
 def check_writable(path: Path) -> None:

@@ -12,12 +12,11 @@ from bench.commands.options import (
     budgets,
     check_folder,
     check_writable,
+    given_graphs,
     refuse_together,
-    split_commas,
     strategy_specs,
     workload,
 )
-from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from planner.ir import Graph
@@ -62,8 +61,9 @@ def share(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.experiments import pareto
-    from bench.machine.row_files import command_line, save_rows
+    from bench.experiments.pareto.rows import as_data
+    from bench.experiments.pareto.run import run_budget_for, run_pareto
+    from bench.experiments.results_file import save_rows
     from strategies.frontier import BUDGETS
 
     _check_options(options)
@@ -76,14 +76,14 @@ def run(options: argparse.Namespace) -> int:
     limit_s = options.time_limit
     graphs = _graphs(options)
     if options.budget_for is not None:
-        answers = [pareto.run_budget_for(graph, options.budget_for, time_limit_s=limit_s) for graph in graphs]
+        answers = [run_budget_for(graph, options.budget_for, time_limit_s=limit_s) for graph in graphs]
         if options.json is not None:
-            save_rows(options.json, command=command_line(), rows=answers)
+            save_rows(options.json, rows=answers)
         return 0
-    found = [pareto.run_pareto(graph, specs, limits, time_limit_s=limit_s, out=options.out) for graph in graphs]
+    found = [run_pareto(graph, specs, limits, time_limit_s=limit_s, out=options.out) for graph in graphs]
     if options.json is not None:
-        rows = [row for each in found for row in pareto.as_data(each)]
-        save_rows(options.json, command=command_line(), rows=rows)
+        rows = [row for each in found for row in as_data(each)]
+        save_rows(options.json, rows=rows)
     return 0
 
 
@@ -99,18 +99,10 @@ def _check_options(options: argparse.Namespace) -> None:
 def _graphs(options: argparse.Namespace) -> list[Graph]:
     if options.graph is None and options.synthetic is None:
         return [_captured(options)]
-    from bench.experiments.planning import SYNTHETIC
-    from planner.ir import Graph
-
-    if options.graph is not None:
-        return [Graph.load(options.graph)]
-    chosen = split_commas(options.synthetic)
-    if unknown := [name for name in chosen if name not in SYNTHETIC]:
-        raise PlannerError(f"unknown graph {unknown[0]!r}: there are {', '.join(SYNTHETIC)}")
-    return [SYNTHETIC[name]() for name in chosen]
+    return given_graphs(options)
 
 
 def _captured(options: argparse.Namespace) -> Graph:
-    from bench.experiments.plans import measured_graph, roofline_graph
+    from bench.experiments.captured_graphs import measured_graph, roofline_graph
 
     return roofline_graph(workload(options)) if options.roofline else measured_graph(workload(options))

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.experiments.plans import MODELS, layered_cases, model_cases, run_plans
+    from bench.experiments.plans.run import MODELS, layered_cases, model_cases, run_plans
 
     specs, limits = strategy_specs(options.strategy), budgets(options.budget)
     named = names_a_workload(options)

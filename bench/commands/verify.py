@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     spec, budget = one("strategy", strategy_specs(options.strategy)), one("budget", budgets(options.budget))
-    from bench.experiments.compare import verify_model
+    from bench.experiments.verification import verify_model
     from profiler.measuring.memory import guarded
 
     work = workload(options)

@@ -7,18 +7,17 @@ says nothing, and with an allocator that gives memory back.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.results_file import save_rows
 from bench.machine.clock import clock_for, gradients_put_back, spread
-from bench.machine.fresh_process import give_row, row_of
-from bench.machine.row_files import command_line, save_rows
-from bench.show.terminal import print_table, stage
+from bench.machine.separate_process import in_separate_process
+from bench.show.tables import print_table
+from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import PlannerError
 from planner.schedule import unplanned_schedule
@@ -37,7 +36,7 @@ CASES = (
     WorkloadSpec(model="mobilenet", batch=16),
 )
 # glibc gives blocks above this size back to the system at once, so that the process shrinks when tensors die.
-FRESH = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +71,10 @@ def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None)
             )
     for spec in specs:
         with stage(f"measuring {spec.title} in a fresh process"):
-            rows.append(row_of("bench.experiments.accuracy", spec, pairs, env=FRESH))
+            rows.append(asdict(in_separate_process(measure_accuracy, spec, pairs, what=spec.title, env=GIVING_BACK)))
         print_table("Accuracy so far", COLUMNS, [accuracy_cells(row) for row in rows])
         if out is not None:
-            save_rows(out, command=command_line(), rows=rows)
+            save_rows(out, rows=rows)
     return rows
 
 
@@ -170,7 +169,3 @@ def accuracy_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['captured_to_eager']:.3f}x",
         f"{row['captured_low']:.3f}-{row['captured_high']:.3f}",
     )
-
-
-if __name__ == "__main__":
-    give_row(lambda: asdict(measure_accuracy(WorkloadSpec(**json.loads(sys.argv[1])), int(sys.argv[2]))))

@@ -9,8 +9,9 @@ from typing import Any
 from rich.progress import Progress
 
 import strategies
-from bench.machine.row_files import command_line, save_rows
-from bench.show.terminal import console, print_table, say
+from bench.experiments.results_file import save_rows
+from bench.show.tables import print_table
+from bench.show.terminal import console, say
 from bench.workloads.spec import OPTIMIZERS
 from bench.workloads.zoo import ZOO
 from planner.analysis import candidates
@@ -49,7 +50,7 @@ def run_exactness(specs: Sequence[str], *, steps: int, out: Path | None) -> bool
             rows.append(row)
     _print(rows, steps)
     if out is not None:
-        save_rows(out, command=command_line(), rows=rows)
+        save_rows(out, rows=rows)
     return all(row["exact"] for row in rows)
 
 

@@ -5,9 +5,7 @@ Each one has a fresh process, so that its high-water mark is its own.
 
 from __future__ import annotations
 
-import json
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import strategies
-from bench.fit.report import target_for
-from bench.machine.fresh_process import give_row, row_of
-from bench.machine.row_files import command_line, save_rows
-from bench.show.terminal import print_table, stage
+from bench.experiments.results_file import save_rows
+from bench.machine.separate_process import in_separate_process
+from bench.show.tables import print_table
+from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
 from planner.solve import Problem, solve
 from planner.units import human_bytes
@@ -63,10 +61,10 @@ def run_large(specs: Sequence[WorkloadSpec], *, time_limit_s: float, out: Path |
     rows: list[dict[str, Any]] = []
     for spec in specs:
         with stage(f"capturing and planning {spec.title} in a fresh process"):
-            rows.append(row_of("bench.experiments.large", spec, time_limit_s))
+            rows.append(asdict(in_separate_process(measure_large, spec, time_limit_s, what=spec.title)))
         print_table("Large models so far", COLUMNS, [large_cells(row) for row in rows])
         if out is not None:
-            save_rows(out, command=command_line(), rows=rows)
+            save_rows(out, rows=rows)
     return rows
 
 
@@ -78,7 +76,7 @@ def measure_large(spec: WorkloadSpec, time_limit_s: float) -> LargeRow:
         return spec.at_batch(batch).make()
 
     started, started_cpu = time.perf_counter(), time.process_time()
-    step = capture_without_memory(make, spec.batch_size, name=spec.title, target=target_for(device))
+    step = capture_without_memory(make, spec.batch_size, name=spec.title, target=device.target)
     capture_s, capture_cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
     graph = estimated(step, device)
     problem = Problem.of(graph, BUDGET, time_limit_s=time_limit_s)
@@ -126,7 +124,3 @@ def large_cells(row: dict[str, Any]) -> tuple[str, ...]:
         human_bytes(row["process_bytes"]),
         row["device"],
     )
-
-
-if __name__ == "__main__":
-    give_row(lambda: asdict(measure_large(WorkloadSpec(**json.loads(sys.argv[1])), float(sys.argv[2]))))

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from rich.progress import Progress
 
-from bench.show.terminal import console, print_table, say
+from bench.show.tables import print_table
+from bench.show.terminal import console, say
 from planner.analysis import candidates
 from planner.ir import Graph
 from planner.plan import recompute_once

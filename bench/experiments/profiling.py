@@ -1,4 +1,4 @@
-"""`python -m bench profile`: what a step is made of, as a table, CSV files and figures."""
+"""`python -m bench profile`: what a step is made of, as a table, CSV files and"""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.machine.memory import check_fits
-from bench.show import figures
-from bench.show.terminal import console, print_table, say, stage
+from bench.machine.memory_need import check_fits
+from bench.show.axes import ROLE_NAMES
+from bench.show.memory_figures import draw_memory_by_role
+from bench.show.step_figures import (
+    draw_largest,
+    draw_peak_breakdown,
+    draw_time_by_kind,
+    largest_activations,
+    time_by_kind,
+)
+from bench.show.tables import print_table
+from bench.show.terminal import console, say, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.analysis import candidates, liveness
 from planner.ir import Graph, Phase, Role
@@ -49,7 +58,7 @@ def run_profile(spec: WorkloadSpec, *, out: Path | None) -> Measured:
 def _print_summary(graph: Graph, timeline: Timeline) -> None:
     print_table(f"{graph.name}: ops by phase", ("phase", "ops", "time", "of step", "made"), phase_rows(graph))
     rows = [
-        (figures.ROLE_NAMES[role], human_bytes(n), f"{n / timeline.peak_bytes:.0%}")
+        (ROLE_NAMES[role], human_bytes(n), f"{n / timeline.peak_bytes:.0%}")
         for role, n in sorted(timeline.peak_by_role, key=lambda part: -part[1])
     ]
     peak = human_bytes(timeline.peak_bytes)
@@ -75,7 +84,7 @@ def phase_rows(graph: Graph) -> list[tuple[str, ...]]:
 
 
 def write_files(out: Path, measured: Measured) -> None:
-    """graph.json, two CSV files and four figures."""
+    """graph.json, two CSV files and four"""
     measured.graph.save(out / "graph.json")
     _write_csv(out / "node_stats.csv", NODE_COLUMNS, node_rows(measured))
     _write_csv(out / "activation_stats.csv", ACTIVATION_COLUMNS, activation_rows(measured.graph))
@@ -88,12 +97,10 @@ def draw_step(out: Path, graph: Graph) -> list[Path]:
     names = ("peak_breakdown", "memory", "largest_activations", "time_by_kind")
     breakdown, memory, largest, kinds = paths = [out / f"{name}.png" for name in names]
     peak = human_bytes(timeline.peak_bytes)
-    figures.draw_peak_breakdown(breakdown, timeline, title=f"{graph.name}: what the peak of {peak} is")
-    figures.draw_memory_by_role(memory, graph, schedule, title=f"{graph.name}: memory over one step")
-    figures.draw_largest(largest, figures.largest_activations(graph), title=f"{graph.name}: largest activations")
-    figures.draw_time_by_kind(
-        kinds, figures.time_by_kind(graph), title=f"{graph.name}: op time by kind, {graph.timing}"
-    )
+    draw_peak_breakdown(breakdown, timeline, title=f"{graph.name}: what the peak of {peak} is")
+    draw_memory_by_role(memory, graph, schedule, title=f"{graph.name}: memory over one step")
+    draw_largest(largest, largest_activations(graph), title=f"{graph.name}: largest activations")
+    draw_time_by_kind(kinds, time_by_kind(graph), title=f"{graph.name}: op time by kind, {graph.timing}")
     return paths
 
 

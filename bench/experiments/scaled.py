@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.machine.row_files import command_line, save_rows
-from bench.show.terminal import print_table, stage
+from bench.experiments.results_file import save_rows
+from bench.show.tables import print_table
+from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
 from planner.scaling import Scaling
@@ -34,7 +35,7 @@ def run_scaled(specs: Sequence[WorkloadSpec], *, out: Path | None) -> list[dict[
         with stage(f"{spec.title}: measuring at smaller batches, running at its own"):
             rows.append(scaled_row(spec))
         if out is not None:
-            save_rows(out, command=command_line(), rows=rows)
+            save_rows(out, rows=rows)
     print_table("Peaks predicted from other batches", COLUMNS, [scaled_cells(row) for row in rows], caption=CAPTION)
     return rows
 

@@ -1,5 +1,6 @@
 """Will it fit? A step planned for a device that need not be here."""
 
-from bench.fit.report import FitReport, fit
+from bench.fit.question import fit
+from bench.fit.report import FitReport
 
 __all__ = ["FitReport", "fit"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.show.figures import axes_for
+from bench.show.axes import axes_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

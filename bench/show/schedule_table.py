@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import assert_never
 
+from bench.show.tables import aligned
 from planner.ir import Graph, Op, Phase
 from planner.schedule import Schedule
+from planner.solve import Solution
 from planner.units import human_bytes
 from planner.walk import Freed, Ran, walk
 
@@ -128,7 +130,10 @@ def sequence_text(graph: Graph, runs: Sequence[Executed], *, title: str) -> str:
     return f"{title}\n[name]: dropped here and computed again later\n\n{aligned(lines)}\n"
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Cells as columns of text; the last one is left ragged."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+def plan_title(solution: Solution) -> str:
+    """Model, strategy, peak and cost in one line."""
+    timeline, base = solution.timeline, solution.problem.unplanned
+    assert timeline is not None
+    peaks = f"peak {human_bytes(timeline.peak_bytes)} instead of {human_bytes(base.peak_bytes)}"
+    status = "" if timeline.peak_bytes <= solution.problem.budget_bytes else f" ({solution.status.value})"
+    return f"{solution.problem.graph.name}, {solution.strategy}: {peaks}{status}, {timeline.overhead:.1%} more time"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from bench.machine import row_files as results
 from bench.workloads.zoo import ZOO, MakeOptimizer, Maker
 from planner.errors import PlannerError
 from profiler.tracing.whole_step import TracedStep, capture
@@ -89,20 +88,6 @@ class WorkloadSpec:
     def at_batch(self, batch: int) -> WorkloadSpec:
         """The same with another batch size."""
         return replace(self, batch=batch)
-
-    @property
-    def slug(self) -> str:
-        """A name for files; the batch is left out."""
-        sizes = (
-            self.source or self.model,
-            self.image and f"{self.image}px",
-            self.seq and f"s{self.seq}",
-            self.optimizer,
-            self.dtype if self.dtype != "float32" else "",
-            self.device if self.device != "cpu" else "",
-            *self.liberties,
-        )
-        return "_".join(results.slug(size) for size in sizes if size)
 
     def make(self) -> Workload:
         """The train step, model, optimizer and batch; WorkloadError names what cannot be had."""

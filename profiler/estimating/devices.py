@@ -18,6 +18,7 @@ import torch
 
 from planner.errors import PlannerError
 from profiler.estimating.kinds import OpKind
+from profiler.tracing.gpu_kernels import Target
 
 GIB = 2**30
 MIB = 2**20
@@ -74,6 +75,16 @@ class Device:
     def usable_bytes(self) -> int:
         """Memory that tensors can have: an allowance, not a promise."""
         return int((self.memory_bytes - self.reserved_bytes) * (1 - self.fragmentation_share))
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Compute capability 8.0 or newer, by the rates that it is known for."""
+        return "bfloat16" in self.flops_by_dtype
+
+    @property
+    def target(self) -> Target | None:
+        """Whose kernels to capture; None for the CPU at hand, which gets its memory page by page and runs its own."""
+        return Target(name=self.name, has_bfloat16=self.has_bfloat16) if math.isinf(self.new_bytes_per_s) else None
 
     def flops_for(self, dtype: torch.dtype, kind: OpKind | None = None) -> float:
         """The datasheet's rate for arithmetic on `dtype`."""

@@ -1,0 +1,1 @@
+"""How good estimated op times are, and the plans made from them."""

@@ -1,0 +1,150 @@
+"""Planned steps and what users would pick instead, side by side: one table, one figure of time against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.show.axes import axes_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to train, relative to eager in the same run; `why_not` says why there is nothing to show."""
+
+    name: str
+    ours: bool
+    peak_ratio: float | None
+    time_ratio: float | None
+    time_low: float | None
+    time_high: float | None
+    exact: bool | None
+    gap: float | None
+    plan_s: float | None
+    apply_s: float | None
+    why_not: str
+
+
+def contenders(rows: Sequence[dict[str, Any]]) -> list[Contender]:
+    """Rows of `python -m bench --peers` from the smallest peak to the largest; those that failed come last."""
+    found = [_peer(row) if "peer" in row else _planned(row) for row in rows]
+    return sorted(found, key=lambda c: (c.peak_ratio is None, c.peak_ratio or 0.0, c.name))
+
+
+def _planned(row: dict[str, Any]) -> Contender:
+    liberties = {"free_gradients": "freed gradients", "early_updates": "early updates"}
+    return Contender(
+        name=", ".join([row["strategy"], f"budget {row['budget']}", *(w for k, w in liberties.items() if row.get(k))]),
+        ours=True,
+        peak_ratio=row["step_share"],
+        time_ratio=row["measured_ratio"],
+        time_low=row["ratio_low"],
+        time_high=row["ratio_high"],
+        exact=row["exact"],
+        gap=row["gap"],
+        plan_s=row["plan_s"],
+        apply_s=row["apply_s"],
+        why_not="" if row["measured_ratio"] is not None else row["note"],
+    )
+
+
+def _peer(row: dict[str, Any]) -> Contender:
+    return Contender(
+        name=row["peer"],
+        ours=False,
+        peak_ratio=row.get("peak_ratio"),
+        time_ratio=row.get("time_ratio"),
+        time_low=row.get("time_low"),
+        time_high=row.get("time_high"),
+        exact=row.get("exact"),
+        gap=None,
+        plan_s=None,
+        apply_s=None,
+        why_not=row["error"] or row.get("first_mismatch", ""),
+    )
+
+
+COLUMNS = ("what", "peak", "time", "quartiles", "every bit equal", "proven gap", "plan s", "apply s", "remark")
+
+
+def contender_cells(c: Contender) -> tuple[str, ...]:
+    """A row as text, in the order of COLUMNS: ours in bold."""
+    return (
+        f"**{c.name}**" if c.ours else c.name,
+        "-" if c.peak_ratio is None else f"{c.peak_ratio:.2f}",
+        "-" if c.time_ratio is None else f"{c.time_ratio:.2f}x",
+        "-" if c.time_low is None else f"{c.time_low:.2f}-{c.time_high:.2f}",
+        "-" if c.exact is None else ("yes" if c.exact else "NO"),
+        "-" if c.gap is None else f"{c.gap:.1%}",
+        "-" if c.plan_s is None else f"{c.plan_s:.1f}",
+        "-" if c.apply_s is None else f"{c.apply_s:.1f}",
+        c.why_not,
+    )
+
+
+def draw_contenders(path: Path, rows: Sequence[Contender], *, title: str) -> None:
+    """Time against peak, both relative to eager: further left and further down is better."""
+    with axes_for(path, width=8.5, height=5.2) as axes:
+        axes.plot(1.0, 1.0, "k+", markersize=12, label="eager")
+        for ours in (True, False):
+            _draw_side(axes, [c for c in rows if c.ours is ours and c.time_ratio is not None], ours=ours)
+        _label(axes, [c for c in rows if c.time_ratio is not None])
+        axes.set_xlabel("peak that the step adds to memory, relative to eager")
+        axes.set_ylabel("time of a step, relative to eager")
+        axes.set_title(title)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(loc="best", fontsize=8)
+
+
+def _draw_side(axes: Any, rows: Sequence[Contender], *, ours: bool) -> None:
+    for exact in (True, False):
+        side = [c for c in rows if bool(c.exact) is exact]
+        if not side:
+            continue
+        label = "planned" if ours else "what else there is"
+        axes.errorbar(
+            [c.peak_ratio for c in side],
+            [c.time_ratio for c in side],
+            yerr=list(zip(*(_spread(c) for c in side), strict=True)),
+            fmt="o" if ours else "s",
+            color="#1b6ca8" if ours else "#b5543b",
+            markerfacecolor=None if exact else "white",
+            capsize=2,
+            linewidth=1,
+            label=f"{label}, every bit equal" if exact else f"{label}, results differ from eager's",
+        )
+
+
+def _label(axes: Any, rows: Sequence[Contender]) -> None:
+    """A name beside every point, lower where a neighbour's name would be covered."""
+    line = 0.03 * (axes.get_ylim()[1] - axes.get_ylim()[0])
+    named: list[tuple[float, float]] = []
+    for c in sorted(rows, key=lambda c: -(c.time_ratio or 0.0)):
+        x, y = (c.peak_ratio or 0.0) + 0.006, (c.time_ratio or 0.0) + 0.3 * line
+        while any(abs(x - left) < 0.1 and abs(y - height) < line for left, height in named):
+            y -= 0.25 * line
+        axes.text(x, y, _short(c.name), fontsize=7)
+        named.append((x, y))
+
+
+def _spread(c: Contender) -> tuple[float, float]:
+    """How far the quartiles lie below and above the median."""
+    if c.time_ratio is None or c.time_low is None or c.time_high is None:
+        return 0.0, 0.0
+    return max(0.0, c.time_ratio - c.time_low), max(0.0, c.time_high - c.time_ratio)
+
+
+def _short(name: str) -> str:
+    shorter = {
+        "torch.utils.checkpoint, ": "checkpoint ",
+        "selective checkpointing, products saved": "selective",
+        "checkpoint_sequential, 2 segments a stage": "sequential",
+        "Hugging Face gradient checkpointing": "Hugging Face",
+        "PyTorch partitioner, budget ": "partitioner ",
+        ", budget ": " ",
+    }
+    for long, short in shorter.items():
+        name = name.replace(long, short)
+    return name

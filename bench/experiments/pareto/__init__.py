@@ -1,0 +1,1 @@
+"""The whole trade-off of a graph: overhead against peak."""

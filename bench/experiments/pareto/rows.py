@@ -1,0 +1,119 @@
+"""The rows of a trade-off, overhead against peak: as one curve, as a table, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from planner.errors import FileFormatError
+from planner.units import human_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeOffRow:
+    """One strategy within one budget. Without a plan that fits, `peak_bytes` and `overhead` are None.
+
+    `bound` is the proven least overhead of any plan that recomputes once there, where the strategy proves one;
+    `impossible` says that it has proven that there is no such plan.
+    """
+
+    graph: str
+    strategy: str
+    budget: str
+    budget_bytes: int
+    peak_bytes: int | None
+    overhead: float | None
+    bound: float | None
+    impossible: bool
+    found_by: str
+    solve_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeOff:
+    """The rows of one graph, by strategy from the largest budget to the smallest, and what they are measured by."""
+
+    graph: str
+    times: str
+    start_bytes: int
+    peak_bytes: int  # unplanned
+    floor_bytes: int  # no plan at all runs in less
+    rows: tuple[TradeOffRow, ...]
+
+    def of(self, strategy: str) -> list[TradeOffRow]:
+        return [row for row in self.rows if row.strategy == strategy]
+
+    @property
+    def strategies(self) -> list[str]:
+        return list(dict.fromkeys(row.strategy for row in self.rows))
+
+    def share(self, nbytes: int) -> float:
+        """Bytes of total peak as a share of what the unplanned step adds to its start."""
+        added = self.peak_bytes - self.start_bytes
+        return (nbytes - self.start_bytes) / added if added else 1.0
+
+
+# -- telling ------------------------------------------------------------------------------------------------------
+
+
+def caption(found: TradeOff) -> str:
+    """What a table of the curve has to say beside its figures."""
+    seconds = ", ".join(f"{name} {sum(row.solve_s for row in found.of(name)):.1f}" for name in found.strategies)
+    return (
+        f"Times {found.times}. Unplanned peak {human_bytes(found.peak_bytes)}, {human_bytes(found.start_bytes)} of it "
+        f"before the step; no plan at all runs in less than {human_bytes(found.floor_bytes)}. "
+        f"Seconds of planning: {seconds}."
+    )
+
+
+def overhead_table(found: TradeOff) -> tuple[list[str], list[list[str]]]:
+    """A line per budget: the overhead of every strategy, and the proven bound with the gap of what proves it."""
+    proving = [name for name in found.strategies if any(row.bound is not None for row in found.of(name))]
+    columns = ["budget", "peak at most", *found.strategies]
+    columns += [text for name in proving for text in (f"least by {name}", "gap", "found by")]
+    lines = []
+    for at in zip(*(found.of(name) for name in found.strategies), strict=True):
+        line = [at[0].budget, human_bytes(at[0].budget_bytes), *(_overhead(row) for row in at)]
+        for row in (row for row in at if row.strategy in proving):
+            line += _proof(row)
+        lines.append(line)
+    return columns, lines
+
+
+def _overhead(row: TradeOffRow) -> str:
+    return "-" if row.overhead is None else f"{row.overhead:.2%}"
+
+
+def _proof(row: TradeOffRow) -> tuple[str, str, str]:
+    if row.impossible or row.bound is None:
+        return "no plan" if row.impossible else "-", "-", "-"
+    gap = "-" if row.overhead is None else f"{1 - row.bound / row.overhead if row.overhead else 0.0:.1%}"
+    return f"{row.bound:.2%}", gap, row.found_by or "-"
+
+
+def as_data(found: TradeOff) -> list[dict[str, Any]]:
+    """The rows as plain data, each with what its graph starts and peaks at: enough to draw them again."""
+    known = asdict(found)
+    shared = {name: known[name] for name in ("times", "start_bytes", "floor_bytes")}
+    return [{**row, **shared, "unplanned_peak_bytes": found.peak_bytes} for row in known["rows"]]
+
+
+def from_data(rows: Sequence[dict[str, Any]]) -> TradeOff:
+    """The curve that `as_data` gave; FileFormatError for rows that are none, or of several graphs."""
+    names = [field.name for field in fields(TradeOffRow)]
+    graphs = sorted({row["graph"] for row in rows})
+    if len(graphs) != 1 or any(name not in row for row in rows for name in names):
+        raise FileFormatError(
+            f"rows of {', '.join(graphs) or 'no graph'} are not one curve: save each graph to a file of its own, by "
+            "`python -m bench pareto --json FILE` without --budget-for"
+        )
+    first = rows[0]
+    return TradeOff(
+        graph=first["graph"],
+        times=first["times"],
+        start_bytes=first["start_bytes"],
+        peak_bytes=first["unplanned_peak_bytes"],
+        floor_bytes=first["floor_bytes"],
+        rows=tuple(TradeOffRow(**{name: row[name] for name in names}) for row in rows),
+    )

@@ -1,0 +1,1 @@
+"""Strategies compared on graphs, and the smallest budgets that they meet."""

@@ -1,0 +1,1 @@
+"""Peak and time against the batch size."""

@@ -1,0 +1,289 @@
+"""Will it fit? A step captured without memory, planned for a device that need not be here.
+
+`fit(make, device="A100-40", batch=32)` captures the step at three batch sizes, of tensors without memory. The graphs
+at all other sizes follow from two of them; the third one checks it. Every time is the estimate of
+`profiler.estimating.roofline`, every peak that of the simulator, in the device's allocator blocks and with its
+allowances for workspaces.
+
+Plans are made at one batch size, over a range of budgets. A schedule names ops and storages, never sizes, so each of
+them is simulated exactly at every other size: that is how the largest batch is searched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+
+import strategies
+from bench.fit.report import FitReport, GpuRow, Largest, Option, Scaled
+from bench.fit.sized_step import Book, SizedStep, largest
+from planner.analysis import floor
+from planner.errors import PlannerError
+from planner.scaling import Scaling
+from planner.schedule import Schedule, lower, unplanned_schedule
+from planner.simulator import Timeline, simulate
+from planner.solve import Problem, Solution, Status, solve
+from profiler.errors import CaptureError
+from profiler.estimating.devices import DEVICES, Device, find_device
+from profiler.tracing.whole_step import TracedStep, capture, capture_without_memory
+from profiler.workload import Workload
+from strategies.frontier import pareto
+
+# How much longer than the unplanned step a planned one may take.
+LIMITS = (0.05, 0.10, 0.30)
+# Shares of what the step adds to memory at which plans are made.
+BUDGETS = tuple(f"{percent}%" for percent in (85, 70, 55, 40, 25, 10))
+# More plans for each limit, at batches between the largest found and the next limit's.
+REFINEMENTS = 3
+WORTH_TRYING = 0.02  # of a batch: less than this is not searched for
+
+Tell = Callable[[str], None]
+
+
+class FitError(PlannerError):
+    """A question that cannot be answered, and why."""
+
+
+def fit(
+    make: Callable[[int], Workload],
+    device: str | Device = "A100-40",
+    *,
+    batch: int = 8,
+    name: str = "",
+    time_limit_s: float = 5.0,
+    without_memory: bool = True,
+    tell: Tell = lambda text: None,
+) -> FitReport:
+    """Whether `make(batch)` trains on `device`, and at what cost; the largest batches, and the smallest device.
+
+    `time_limit_s` is for each plan. `without_memory=False` makes real tensors, for a `make` that needs their values.
+    """
+    target = find_device(device) if isinstance(device, str) else device
+    asked = _Question(make, target, batch, name=name, time_limit_s=time_limit_s, fake=without_memory, tell=tell)
+    return asked.answer()
+
+
+class _Question:
+    """One question on its way to its report."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Workload],
+        device: Device,
+        batch: int,
+        *,
+        name: str,
+        time_limit_s: float,
+        fake: bool,
+        tell: Tell,
+    ) -> None:
+        self.make = make
+        self.device = device
+        self.batch = batch
+        self.name = name
+        self.time_limit_s = time_limit_s
+        self.fake = fake
+        self.tell = tell
+
+    def answer(self) -> FitReport:
+        started = time.perf_counter()
+        self._capture()
+        captured = time.perf_counter()
+        step, budget = self.step, self.device.usable_bytes
+        asked = simulate(step.graph(self.batch), self.book.unplanned)
+        asked_floor = floor(step.graph(self.batch))
+        solution = self._plan_asked(asked)
+        self.largest_possible = largest(lambda b: not self._cannot_fit(step, b))
+        self._fill_book()
+        by_limit = self._largest()
+        gpus = self._gpus()
+        planned = None if asked.peak_bytes <= budget else self.book.best(step, self.batch, budget)
+        batches = self._interesting(by_limit)
+        budgets = self._budgets()
+        return FitReport(
+            name=f"{self.name} at batch {self.batch}",
+            device=self.device.name,
+            usable_bytes=budget,
+            batch=self.batch,
+            ops=len(step.graph(self.batch).ops),
+            unplanned=step.option(self.batch, self.book.unplanned),
+            by_role=tuple((role.value, nbytes) for role, nbytes in asked.peak_by_role),
+            start_bytes=asked.start_bytes,
+            floor_bytes=asked_floor.nbytes,
+            floor=str(asked_floor),
+            planned=planned,
+            gap=_gap(solution, planned),
+            largest=by_limit,
+            largest_possible=self.largest_possible,
+            gpus=gpus,
+            batches=tuple(o for b in batches if (o := self.book.best(step, b, budget)) is not None),
+            budgets_bytes=budgets,
+            overheads=tuple((b, tuple(self._overhead(b, size) for _, size in budgets)) for b in batches),
+            scaled=self.scaled,
+            substitutions=self.captures[0].substitutions,
+            unknown=self.captures[0].unknown,
+            capture_s=captured - started,
+            plan_s=time.perf_counter() - captured,
+        )
+
+    # -- capture ----------------------------------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        """The step at the asked batch and twice that, and a third time to check what follows from both."""
+        low = max(2, self.batch)  # a batch of 1 has views where others have copies
+        sizes = (low, 2 * low)
+        self.captures = tuple(self._captured(size) for size in sizes)
+        self.name = self.name or self.captures[0].graph.name
+        plain = Scaling(
+            low=self.captures[0].graph, high=self.captures[1].graph, low_batch=sizes[0], high_batch=sizes[1]
+        )
+        self.scaled = self._checked(plain, 3 * low)
+        self.step = SizedStep.of(self.captures, sizes, self.device)
+        self.book = Book(unplanned_schedule(self.captures[0].graph))
+
+    def _checked(self, plain: Scaling, batch: int) -> Scaled:
+        """What a third capture says; a step that wants other sizes than this one is not refused for it."""
+        sizes = (plain.low_batch, plain.high_batch)
+        try:
+            third = self._captured(batch)
+        except FitError as error:
+            return Scaled(captured=sizes, checked=None, deviation=str(error))
+        return Scaled(captured=sizes, checked=batch, deviation=plain.deviation(third.graph, batch))
+
+    def _captured(self, batch: int) -> TracedStep:
+        self.tell(f"capturing at batch {batch}")
+        target = self.device.target
+        try:
+            if self.fake:
+                return capture_without_memory(self.make, batch, name=self.name, target=target)
+            return capture(*self.make(batch), name=self.name, target=target)
+        except CaptureError as error:
+            raise FitError(f"batch {batch}: {error}") from error
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def _plan(self, step: SizedStep, batch: int, *, time_limit_s: float) -> Solution:
+        problem = Problem(graph=step.graph(batch), budget_bytes=step.device.usable_bytes, time_limit_s=time_limit_s)
+        found = solve(problem, strategies.make(f"auto:seconds={time_limit_s}"))
+        self.book.add([found.schedule])
+        return found
+
+    def _plan_asked(self, asked: Timeline) -> Solution | None:
+        """The asked batch gets more time than the others, and a proven gap."""
+        if asked.peak_bytes <= self.device.usable_bytes or self._cannot_fit(self.step, self.batch):
+            return None
+        self.tell(f"planning batch {self.batch} for {self.device.name}")
+        return self._plan(self.step, self.batch, time_limit_s=3 * self.time_limit_s)
+
+    def _fill_book(self) -> None:
+        """Plans over a range of budgets, at a batch that needs them."""
+        unplanned = largest(lambda b: self._fits(b, self.book.unplanned))
+        reference = max(self.batch, 2 * unplanned)
+        graph = self.step.graph(reference)
+        self.tell(f"planning batch {reference} at {len(BUDGETS)} budgets")
+        points = pareto(graph, BUDGETS, time_limit_s=self.time_limit_s)
+        self.book.add(lower(graph, point.plan) for point in points if point.plan is not None)
+
+    def _fits(self, batch: int, schedule: Schedule) -> bool:
+        return self.step.option(batch, schedule).peak_bytes <= self.device.usable_bytes
+
+    def _cannot_fit(self, step: SizedStep, batch: int) -> bool:
+        return floor(step.graph(batch)).nbytes > step.device.usable_bytes
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _largest(self) -> tuple[Largest, ...]:
+        """For each limit on the extra time, from none at all to any."""
+        limits = (0.0, *LIMITS, None)
+        for position in range(len(limits) - 1, 0, -1):
+            self._refine(limits[position], self._ceiling(limits[position + 1 :]))
+        return tuple(self._largest_within(limit) for limit in limits)
+
+    def _ceiling(self, dearer: Sequence[float | None]) -> int:
+        """A batch that need not be tried: more than what dearer limits allow, or than any plan can."""
+        found = self._largest_within(dearer[0]).found if dearer else None
+        return self.largest_possible + 1 if found is None else found.batch + 1
+
+    def _refine(self, limit: float | None, ceiling: int) -> None:
+        """Plans for batches above the largest found, closing in on the largest there is."""
+        for _ in range(REFINEMENTS):
+            found = self._largest_within(limit).found
+            low = 0 if found is None else found.batch
+            middle = (low + ceiling) // 2
+            if middle <= low or middle - low < low * WORTH_TRYING:
+                return
+            self.tell(f"planning batch {middle} for {self.device.name}")
+            self._plan(self.step, middle, time_limit_s=self.time_limit_s)
+            if self._largest_within(limit).found in (None, found):
+                ceiling = middle
+
+    def _largest_within(self, limit: float | None) -> Largest:
+        budget = self.device.usable_bytes
+        book = Book(self.book.unplanned) if limit == 0 else self.book
+
+        def within(batch: int) -> Option | None:
+            found = book.best(self.step, batch, budget)
+            return found if found is not None and (limit is None or found.overhead <= limit) else None
+
+        batch = largest(lambda b: within(b) is not None)
+        return Largest(limit=limit, found=within(batch) if batch else None)
+
+    def _gpus(self) -> tuple[GpuRow, ...]:
+        """The asked batch on every known device, the smallest first; none where the CPU's kernels were captured."""
+        if self.device.target is None:
+            return ()
+        rows = []
+        for device in DEVICES.values():
+            if device.has_bfloat16 == self.device.has_bfloat16 or not self._half_precision:
+                self.tell(f"planning batch {self.batch} for {device.name}")
+                rows.append(self._gpu_row(device))
+        return tuple(rows)
+
+    @cached_property
+    def _half_precision(self) -> bool:
+        """Whether the kernels chosen depend on what the device can do with half precision."""
+        return any(v.dtype in ("bfloat16", "float16") for v in self.captures[0].graph.values)
+
+    def _gpu_row(self, device: Device) -> GpuRow:
+        sized = self.step.on(device)
+        plain = sized.option(self.batch, self.book.unplanned)
+        fits = plain.peak_bytes <= device.usable_bytes
+        impossible = self._cannot_fit(sized, self.batch)
+        if not fits and not impossible and device.name != self.device.name:
+            self._plan(sized, self.batch, time_limit_s=self.time_limit_s)
+        return GpuRow(
+            device=device.name,
+            usable_bytes=device.usable_bytes,
+            unplanned_peak_bytes=plain.peak_bytes,
+            unplanned=plain if fits else None,
+            planned=None if fits or impossible else self.book.best(sized, self.batch, device.usable_bytes),
+            floor_bytes=floor(sized.graph(self.batch)).nbytes,
+        )
+
+    def _interesting(self, by_limit: Iterable[Largest]) -> tuple[int, ...]:
+        """Batches for the tables: the asked one, the largest ones, and powers of two up to them."""
+        found = {row.found.batch for row in by_limit if row.found is not None}
+        most = max(found, default=0)
+        powers = [2**i for i in range(most.bit_length())]
+        return tuple(sorted({*powers[-6:], *found, self.batch}))
+
+    def _budgets(self) -> tuple[tuple[str, int], ...]:
+        """Memory sizes for the table: what the known devices have for tensors, each once."""
+        names: dict[int, str] = {}
+        for device in (self.device, *DEVICES.values()):
+            names.setdefault(device.usable_bytes, device.name)
+        return tuple((names[size], size) for size in sorted(names))
+
+    def _overhead(self, batch: int, budget_bytes: int) -> float | None:
+        found = self.book.best(self.step, batch, budget_bytes)
+        return None if found is None else found.overhead
+
+
+def _gap(solution: Solution | None, planned: Option | None) -> float | None:
+    """The proven gap of the asked batch's plan, if that is the plan that is reported."""
+    if solution is None or planned is None or solution.plan is None or solution.status is not Status.FITS:
+        return None
+    bound = solution.plan.lower_bound_us
+    recompute_us = planned.step_us * planned.overhead / (1 + planned.overhead)
+    return None if bound is None or recompute_us <= 0 else max(0.0, (recompute_us - bound) / recompute_us)

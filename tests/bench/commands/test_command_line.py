@@ -1,0 +1,199 @@
+"""The command line: bad input is told in one line, and planning on graphs needs no torch."""
+
+import argparse
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import COMMANDS, main
+from bench.commands.compare import _peers, check_options
+from bench.workloads.peers import PEERS
+from bench.workloads.spec import WorkloadSpec
+from planner.synthetic import residual_tower
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--synthetic", "tower", "--strategy", "nonsense"], "unknown strategy 'nonsense': there are keep_all"),
+        (["--synthetic", "tower", "--strategy", "sqrtn:segmentz=3"], "no option 'segmentz=3'"),
+        (["--synthetic", "tower", "--strategy", ","], "--strategy names none"),
+        (["--synthetic", "castle"], "unknown graph 'castle': there are chain"),
+        (["--synthetic", "tower", "--budget", "4 bananas"], "4 bananas"),
+        (["--synthetic", "tower", "--budget", "0"], "nothing runs in no memory"),
+        (["--synthetic", "tower", "--budget", "-3"], "-3"),
+        (["--graph", "no/such/graph.json"], "No such file or directory: no/such/graph.json"),
+        (["--synthetic", "tower", "--json", "no/such/folder/rows.json"], "No such file or directory"),
+        (["--model", "resnet9000"], "unknown model 'resnet9000': there are resnet18"),
+        (["--model", "resnet18", "--seq", "3"], "takes no --seq"),
+        (["--model", "resnet18", "--optimizer", "sgdd"], "unknown optimizer 'sgdd': there are sgd"),
+        (["--model", "resnet18", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["--import", "no_such_module:make"], "no_such_module"),
+        (["--import", "no_colon"], "write package.module:make"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(arguments, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("bench: ")
+    assert len(error.strip().splitlines()) == 1
+
+
+CONTRADICTIONS = [
+    (["--graph", "g.json", "--synthetic", "tower"], "--graph and --synthetic"),
+    *(
+        ([graph, "tower", *given], f"{graph} and {given[0]}")
+        for graph in ("--graph", "--synthetic")
+        for given in (
+            ["--model", "bert"],
+            ["--import", "a.b:make"],
+            ["--batch", "8"],
+            ["--image", "96"],
+            ["--seq", "128"],
+            ["--optimizer", "sgd"],
+            ["--dtype", "float32"],
+            ["--device", "cpu"],
+            ["--free-gradients"],
+            ["--early-updates"],
+            ["--peers"],
+            ["--batches", "4,8"],
+        )
+    ),
+    (["--model", "bert", "--import", "a.b:make"], "--model and --import"),
+    (["--batches", "4,8", "--batch", "8"], "--batches and --batch "),
+    (["--batches", "4,8", "--peers"], "--batches and --peers"),
+    (["--batches", "4,8", "--strategy", "mutwo,sqrtn"], "--batches and several of --strategy"),
+    (["--batches", "4,8", "--strategy", "all"], "--batches and several of --strategy"),
+    (["--batches", "4,8", "--budget", "50%,60%"], "--batches and several of --budget"),
+    (["verify", "--model", "bert", "--import", "a.b:make"], "--model and --import"),
+    (["graph", "--graph", "g.json", "--batch", "4"], "--graph and --batch"),
+    (["pareto", "--graph", "g.json", "--synthetic", "tower"], "--graph and --synthetic"),
+    (["pareto", "--graph", "g.json", "--model", "bert"], "--graph and --model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "both"), CONTRADICTIONS, ids=lambda value: " ".join(value).strip())
+def test_options_of_which_one_would_be_ignored_are_told_by_name(arguments, both, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(WorkloadSpec, "make", lambda self: pytest.fail("a model was made"))
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bench: {both}")
+    assert len(error.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def printed_commands():
+    """The arguments of every `python -m bench` that the README prints."""
+    lines = (line.removeprefix("$ ") for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    return [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("python -m bench")]
+
+
+@pytest.mark.parametrize("arguments", printed_commands(), ids=" ".join)
+def test_every_command_that_the_readme_prints_is_understood(arguments):
+    name = arguments.pop(0) if arguments[0] in COMMANDS else "compare"
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"bench.commands.{name}").add_options(parser)
+    options = parser.parse_args(arguments)
+    if name == "compare":
+        check_options(options)
+
+
+def test_a_batch_of_zero_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        main(["--batch", "0"])
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_rows_are_written_as_json(tmp_path):
+    file = tmp_path / "rows.json"
+    assert main(["--synthetic", "tower", "--strategy", "keep_all,mutwo", "--budget", "70%", "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    assert {"command", "versions", "machine", "commit"} <= set(document)
+    keep_all, mutwo = document["rows"]
+    assert (keep_all["status"], mutwo["status"]) == ("over budget", "fits")
+    assert mutwo["peak_bytes"] <= mutwo["budget_bytes"] < keep_all["peak_bytes"]
+    assert mutwo["overhead"] > 0
+
+
+def test_a_budget_above_the_peak_of_a_graph_says_that_there_is_nothing_to_do(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["--synthetic", "tower", "--strategy", "mutwo,cheap", "--budget", "120%", "--json", str(file)]) == 0
+    assert "nothing to do" in " ".join(capsys.readouterr().out.split())
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["strategy"] for row in rows] == ["mutwo", "cheap"]
+    assert all(row["dropped"] == 0 and row["reason"].startswith("nothing to do") for row in rows)
+
+
+def test_a_saved_graph_is_compared_in_a_process_where_importing_torch_fails(tmp_path):
+    residual_tower(5).save(tmp_path / "graph.json")
+    script = textwrap.dedent(
+        f"""
+        import sys
+        for name in ("torch", "torchvision", "transformers"):
+            sys.modules[name] = None
+        from bench.__main__ import main
+        sys.exit(main(["--graph", {str(tmp_path / "graph.json")!r}, "--strategy", "keep_all,sqrtn,cheap,mutwo"]))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tower-5: strategies compared" in done.stdout
+
+
+def test_every_command_teaches(capsys):
+    for command in ([], *([name] for name in COMMANDS)):
+        with pytest.raises(SystemExit) as stopped:
+            main([*command, "--help"])
+        assert stopped.value.code == 0
+        assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_peers_are_chosen_by_parts_of_their_names():
+    assert _peers(None) == []
+    assert _peers("all") == list(PEERS)
+    assert _peers("selective, Hugging") == [
+        "selective checkpointing, products saved",
+        "Hugging Face gradient checkpointing",
+    ]
+
+
+def test_a_peer_that_is_not_there_is_told_before_any_work(capsys):
+    assert main(["--model", "resnet18", "--peers", "magic"]) == 2
+    assert "no peer has 'magic' in its name" in capsys.readouterr().err
+
+
+def test_sizes_without_a_model_are_refused_by_commands_that_have_a_list_of_their_own(capsys):
+    for command in ("accuracy", "plans", "large", "scaled", "calibrate"):
+        assert main([command, "--batch", "3"]) == 2
+        assert "--batch without a model" in capsys.readouterr().err
+
+
+def test_a_step_that_cannot_be_captured_is_one_line_not_a_traceback(capsys, tmp_path, monkeypatch):
+    (tmp_path / "reads_values.py").write_text(
+        "import torch\n"
+        "def step(model, optimizer, batch):\n"
+        "    loss = model(batch).sum()\n"
+        "    if loss.item() > 0:\n"
+        "        loss.backward()\n"
+        "    optimizer.step()\n"
+        "    return loss\n"
+        "def make(batch_size):\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    return step, model, torch.optim.SGD(model.parameters(), 0.1), torch.ones(batch_size, 2)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["profile", "--import", "reads_values:make"]) == 2
+    assert "reads_values.py:4" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""The trade-off curve: what is told of it, drawn of it, and that it needs no torch on graphs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from bench.experiments.pareto.figure import draw_trade_off, impossible_bytes, proven_steps, undominated
+from bench.experiments.pareto.rows import TradeOff, TradeOffRow, as_data, from_data, overhead_table
+from bench.experiments.pareto.run import trade_off
+from planner.errors import FileFormatError
+from planner.plan import Plan
+from planner.synthetic import residual_tower
+from strategies.keep_all import KeepAll
+
+ROOT = Path(__file__).parents[3]
+BUDGETS = ["100%", "80%", "60%", "10%"]
+
+
+@pytest.fixture(scope="module")
+def found() -> TradeOff:
+    return trade_off(residual_tower(5), ["keep_all", "mutwo", "ilp"], BUDGETS, time_limit_s=5)
+
+
+def row(budget: int, peak: int | None, overhead: float | None, **options) -> TradeOffRow:
+    given = {"bound": None, "impossible": False} | options
+    return TradeOffRow(
+        graph="g", strategy="s", budget=str(budget), budget_bytes=budget, peak_bytes=peak, overhead=overhead,
+        found_by="", solve_s=0.0, **given,
+    )  # fmt: skip
+
+
+def test_every_strategy_has_a_row_for_every_budget_and_none_is_below_the_bound(found):
+    assert found.strategies == ["keep_all", "mutwo", "ilp"]
+    assert all([r.budget for r in found.of(name)] == BUDGETS for name in found.strategies)
+    for mine, greedy in zip(found.of("ilp"), found.of("mutwo"), strict=True):
+        assert mine.bound is not None
+        for r in (mine, greedy):
+            if r.overhead is not None:
+                assert r.peak_bytes <= r.budget_bytes
+                assert mine.bound <= r.overhead + 1e-9
+    assert found.of("ilp")[-1].impossible
+    assert [r.overhead for r in found.of("keep_all")] == [0.0, None, None, None]
+    assert found.floor_bytes <= min(r.peak_bytes for r in found.rows if r.peak_bytes is not None)
+
+
+def test_a_plan_that_meets_the_next_budget_too_is_not_looked_for_again(monkeypatch):
+    asked = []
+
+    def plan(self, problem):
+        asked.append(problem.budget_bytes)
+        return Plan()
+
+    monkeypatch.setattr(KeepAll, "plan", plan)
+    curve = trade_off(residual_tower(2), ["keep_all"], ["300%", "200%", "100%", "50%"], time_limit_s=1)
+    assert [r.overhead for r in curve.rows] == [0.0, 0.0, 0.0, None]
+    assert asked == [curve.rows[0].budget_bytes, curve.rows[3].budget_bytes]
+
+
+def test_the_table_shows_the_bound_and_the_gap_beside_what_was_found(found):
+    columns, lines = overhead_table(found)
+    assert columns == ["budget", "peak at most", "keep_all", "mutwo", "ilp", "least by ilp", "gap", "found by"]
+    assert [line[0] for line in lines] == BUDGETS
+    assert lines[0][-3:] == ["0.00%", "0.0%", "keeping everything"]
+    assert lines[-1][4:6] == ["-", "no plan"]
+
+
+def test_only_plans_that_no_other_beats_are_drawn():
+    rows = [
+        row(100, 90, 0.0),
+        row(90, 90, 0.0),
+        row(80, 60, 0.3),
+        row(70, 70, 0.2),
+        row(60, 60, 0.2),
+        row(9, None, None),
+    ]
+    assert undominated(rows) == [(60, 0.2), (90, 0.0)]
+
+
+def test_the_shaded_steps_end_where_every_plan_is_impossible():
+    rows = [
+        row(90, 80, 0.1, bound=0.05),
+        row(60, None, None, bound=0.2),
+        row(30, None, None, bound=0.2, impossible=True),
+    ]
+    assert proven_steps(rows) == [(60, 0.2), (90, 0.05)]
+    assert impossible_bytes(rows) == 30
+    assert impossible_bytes(rows[:2]) is None
+
+
+def test_the_figure_is_drawn_also_where_nothing_fits(found, tmp_path):
+    bare = [replace(r, peak_bytes=None, overhead=None) for r in found.rows]
+    for name, curve in (("all", found), ("none", replace(found, rows=tuple(bare)))):
+        draw_trade_off(tmp_path / f"{name}.png", curve)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_as_data_carry_what_their_graph_starts_and_peaks_at(found):
+    data = as_data(found)
+    assert len(data) == len(found.rows)
+    assert json.loads(json.dumps(data))[0]["unplanned_peak_bytes"] == found.peak_bytes
+    assert {"times", "start_bytes", "floor_bytes", "strategy", "bound"} <= set(data[0])
+
+
+def test_saved_rows_are_the_same_curve_again(found):
+    assert from_data(json.loads(json.dumps(as_data(found)))) == found
+
+
+def test_rows_of_two_graphs_are_not_one_curve(found):
+    other = as_data(replace(found, rows=tuple(replace(r, graph="other") for r in found.rows)))
+    with pytest.raises(FileFormatError, match="rows of other, tower-5 are not one curve"):
+        from_data([*as_data(found), *other])
+
+
+def test_a_saved_graph_gives_its_curve_and_a_budget_where_importing_torch_fails(tmp_path):
+    residual_tower(5).save(tmp_path / "graph.json")
+    script = textwrap.dedent(
+        f"""
+        import sys
+        for name in ("torch", "torchvision", "transformers"):
+            sys.modules[name] = None
+        from bench.__main__ import main
+        graph, out = {str(tmp_path / "graph.json")!r}, {str(tmp_path)!r}
+        budgets = ["--budget", "100%,70%"]
+        first = main(["pareto", "--graph", graph, "--out", out, "--json", out + "/rows.json", *budgets])
+        sys.exit(first or main(["pareto", "--graph", graph, "--budget-for", "5%", "--json", out + "/least.json"]))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tower-5: overhead against memory" in done.stdout
+    assert "at most 5.0% slower, the step runs in" in done.stdout
+    assert (tmp_path / "pareto_tower_5.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert {"command", "versions", "machine", "commit"} <= set(document)
+    assert {r["strategy"] for r in document["rows"]} == {"keep_all", "sqrtn", "cheap", "mutwo", "ilp"}
+    (least,) = json.loads((tmp_path / "least.json").read_text())["rows"]
+    assert least["floor_bytes"] <= least["peak_bytes"] < least["unplanned_peak_bytes"]
+    assert least["overhead"] <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--synthetic", "castle"], "unknown graph 'castle': there are chain"),
+        (["--synthetic", "tower", "--roofline"], "--synthetic and --roofline contradict each other"),
+        (["--synthetic", "tower", "--budget-for", "5%", "--budget", "50%"], "--budget-for and --budget contradict"),
+        (["--synthetic", "tower", "--budget-for", "5%", "--strategy", "ilp"], "--budget-for and --strategy contradict"),
+        (["--synthetic", "tower", "--budget", "4 bananas"], "4 bananas"),
+        (["--graph", "no/such/graph.json"], "No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(arguments, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["pareto", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["5", "-1%", "five%"])
+def test_an_overhead_that_is_no_share_is_refused_by_the_parser(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["pareto", "--synthetic", "tower", f"--budget-for={text}"])
+    assert "such as 5%" in capsys.readouterr().err
