@@ -10,10 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from bench.show.estimate_figures import _grid
-from bench.show.figures import axes_beside
 
 from bench.__main__ import main
+from bench.show.axes import axes_beside, axes_in_grid
 from bench.workloads import zoo
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import MissingPackage, PlannerError
@@ -38,7 +37,7 @@ def draw(tmp_path: Path) -> None:
 
 
 def draw_grid(tmp_path: Path) -> None:
-    with _grid(tmp_path / "figure.png", 1, title=""):
+    with axes_in_grid(tmp_path / "figure.png", 1, title=""):
         pass
 
 
