@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,25 +206,25 @@ def demanding(graph: Graph, spec: str, *, wanted: Collection[Rerun] = ()) -> Sol
 
 def assert_planned_equals_eager(
     make: Make,
-    spec: str,
-    *,
+    *specs: str,
     wanted: Collection[Rerun] = (Rerun.WITHOUT_SIDE_EFFECT, Rerun.REPLAY_RNG),
     steps: int = 3,
     between: Callable[[], Between] = lambda: lambda i, model, optimizer: None,
     **options: Any,
 ) -> TracedStep:
-    """Make the workload twice, run one eagerly and one under a demanding plan of `spec`, and compare every step.
+    """Make the workload twice, run one eagerly and one under a demanding plan of each of `specs`, and compare every
+    step.
 
-    `between()` makes what happens after each step, once for each of the two.
+    `between()` makes what happens after each step, once for each run.
     """
     expected = eager(seeded(make), steps=steps, between=between())
     workload = seeded(make)
     traced = measured(workload, **options)
-    solution = demanding(traced.graph, spec, wanted=wanted)
-    assert solution.schedule is not None
-    module = apply(traced, solution.schedule)
-    actual = history(lambda one: traced.convention.call(module, one), workload, steps=steps, between=between())
-    assert_same(expected, actual)
+    for spec in specs:
+        module = apply(traced, demanding(traced.graph, spec, wanted=wanted).schedule)
+        with state_kept(workload[1], workload[2]):
+            run = partial(traced.convention.call, module)
+            assert_same(expected, history(run, workload, steps=steps, between=between()))
     return traced
 
 

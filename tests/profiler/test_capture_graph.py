@@ -1,7 +1,6 @@
 """What the captured graph says about the step: phases, roles, memory, reruns, in-place forms."""
 
 from collections import defaultdict
-from functools import cache
 
 import pytest
 import torch
@@ -15,33 +14,36 @@ from profiler.tracing.calling import below_autograd
 from profiler.tracing.whole_step import TracedStep, capture
 from tests.profiler import small
 from tests.profiler.small import op_named, targets
-from tests.profiler.test_capture_models import BERT
-from tests.side_by_side import same_bits
+from tests.rewriter import tiny
+from tests.shared import case_of
+from tests.side_by_side import same_bits, seeded
 
 
-def bert():
-    return models.bert(2, seq=16, **BERT)
+def bert_with_eager_attention():
+    return models.bert(2, seq=16, attention="eager", **tiny.BERT)
 
 
-def resnet():
-    return models.resnet18(2, image=64, classes=10)
+def vit_without_dropout():
+    return models.vit(2, image=32, layers=1, heads=2, width=32, classes=10)
 
 
-def vit():
-    return models.vit(2, image=32, layers=1, heads=2, width=32, dropout=0.1, classes=10)
+ordinary = small.make()
+MODELS = {"small": ordinary} | {name: tiny.ZOO[name] for name in ("bert", "resnet", "vit", "mobilenet")}
 
 
-def mobilenet():
-    return models.mobilenet(2, image=32, classes=10)
+@pytest.fixture(params=MODELS)
+def make(request):
+    return MODELS[request.param]
 
 
-MODELS = pytest.mark.parametrize("make", [small.make(), bert, resnet, vit, mobilenet], ids=lambda m: m.__name__)
+@pytest.fixture
+def case(make):
+    return case_of(make)
 
 
-@cache
 def captured(make) -> TracedStep:
-    """One capture for all tests that only look at it."""
-    return capture(*make())
+    """One capture for all tests of a process that leave it as it was."""
+    return case_of(make).captured
 
 
 class Recorder(fx.Interpreter):
@@ -57,17 +59,15 @@ class Recorder(fx.Interpreter):
         return result
 
 
-def run(traced, batch, interpreter):
-    with below_autograd():
-        interpreter.run(*traced.convention.gather(batch))
+def run(case, interpreter):
+    with case.kept(), below_autograd():
+        interpreter.run(*case.captured.convention.gather(case.batch))
     return interpreter
 
 
-@MODELS
-def test_values_share_a_storage_exactly_where_real_tensors_share_memory(make):
-    step, model, optimizer, batch = make()
-    traced = capture(step, model, optimizer, batch)
-    seen = run(traced, batch, Recorder(traced.module)).seen
+def test_values_share_a_storage_exactly_where_real_tensors_share_memory(case):
+    traced = case.captured
+    seen = run(case, Recorder(traced.module)).seen
     real, planned = defaultdict(set), defaultdict(set)
     for value in traced.graph.values:
         tensor = seen[traced.value_nodes[value.id]]
@@ -80,28 +80,24 @@ def test_values_share_a_storage_exactly_where_real_tensors_share_memory(make):
     assert sorted(map(sorted, real.values())) == sorted(map(sorted, planned.values()))
 
 
-@MODELS
-def test_names_are_the_fx_nodes_own(make):
-    traced = captured(make)
+def test_names_are_the_fx_nodes_own(case):
+    traced = case.captured
     assert [op.name for op in traced.graph.ops] == [node.name for node in traced.nodes]
     assert [value.name for value in traced.graph.values] == [node.name for node in traced.value_nodes]
     assert len({value.name for value in traced.graph.values}) == len(traced.graph.values)
 
 
-@MODELS
 def test_two_captures_of_one_step_have_one_fingerprint(make):
-    assert capture(*make()).graph.fingerprint == captured(make).graph.fingerprint
+    assert capture(*seeded(make)).graph.fingerprint == captured(make).graph.fingerprint
 
 
-@MODELS
-def test_a_graph_survives_its_file(make, tmp_path):
-    graph = captured(make).graph
+def test_a_graph_survives_its_file(case, tmp_path):
+    graph = case.captured.graph
     graph.save(tmp_path / "graph.json")
     assert Graph.load(tmp_path / "graph.json") == graph
 
 
-@MODELS
-def test_in_place_forms_give_the_same_bits(make):
+def test_in_place_forms_give_the_same_bits(case):
     class Checker(Recorder):
         checked = 0
 
@@ -119,14 +115,11 @@ def test_in_place_forms_give_the_same_bits(make):
                 return self.seen[node]
             return super().run_node(node)
 
-    step, model, optimizer, batch = make()
-    traced = capture(step, model, optimizer, batch)
-    assert run(traced, batch, Checker(traced.module)).checked > 3
-    assert any(op.overwritable for op in traced.graph.ops)
+    assert run(case, Checker(case.captured.module)).checked > 3
+    assert any(op.overwritable for op in case.captured.graph.ops)
 
 
-@MODELS
-def test_ops_that_may_run_again_give_the_same_bits_and_leave_no_trace(make):
+def test_ops_that_may_run_again_give_the_same_bits_and_leave_no_trace(case):
     class Rerunner(Recorder):
         def __init__(self, traced):
             super().__init__(traced.module)
@@ -143,7 +136,7 @@ def test_ops_that_may_run_again_give_the_same_bits_and_leave_no_trace(make):
             if how is Rerun.WITHOUT_SIDE_EFFECT:
                 target, args, kwargs = without_side_effect(node)
             args, kwargs = fx.node.map_arg((args, kwargs), self.seen.__getitem__)
-            buffers = [b.clone() for b in model.buffers()]
+            buffers = [b.clone() for b in case.model.buffers()]
             after = torch.get_rng_state()
             if how is Rerun.REPLAY_RNG:
                 torch.set_rng_state(before)
@@ -151,19 +144,16 @@ def test_ops_that_may_run_again_give_the_same_bits_and_leave_no_trace(make):
             assert torch.equal(torch.get_rng_state(), after), node.name
             flat = torch.utils._pytree.tree_leaves
             assert all(map(same_bits, flat(result), flat(again))), node.name
-            assert all(map(same_bits, buffers, model.buffers())), node.name
+            assert all(map(same_bits, buffers, case.model.buffers())), node.name
             self.counts[how] += 1
             return result
 
-    step, model, optimizer, batch = make()
-    traced = capture(step, model, optimizer, batch)
-    counts = run(traced, batch, Rerunner(traced)).counts
+    counts = run(case, Rerunner(case.captured)).counts
     assert counts[Rerun.FREELY] > 20
 
 
-@MODELS
-def test_phases_come_in_order_and_gradients_are_found(make):
-    traced = captured(make)
+def test_phases_come_in_order_and_gradients_are_found(case):
+    traced = case.captured
     model = traced.convention.model
     order = [op.phase for op in traced.graph.ops]
     assert order == sorted(order, key=list(Phase).index)
@@ -175,16 +165,15 @@ def test_phases_come_in_order_and_gradients_are_found(make):
         assert traced.graph.storages[value.storage].role is Role.GRADIENT
 
 
-@MODELS
-def test_no_activation_changes_after_it_was_made(make):
-    graph = captured(make).graph
+def test_no_activation_changes_after_it_was_made(case):
+    graph = case.captured.graph
     for storage in graph.storages:
         if storage.role is Role.ACTIVATION:
             assert graph.writers[storage.id] == (), graph.storage_names[storage.id]
 
 
 def test_every_role_is_told():
-    traced = capture(*small.make()())
+    traced = captured(ordinary)
     roles = {graph_name(traced, s): s.role for s in traced.graph.storages}
     assert roles["_0_weight"] is Role.PARAM
     assert roles["_1_running_mean"] is Role.BUFFER
@@ -205,17 +194,17 @@ def storage_of(traced, value):
 
 
 def test_ops_know_their_module_and_the_line_that_made_them_also_in_the_backward():
-    traced = captured(resnet)
-    forward = next(op for op in traced.graph.ops if op.module_path == "layer3.1.conv2")
+    traced = captured(tiny.resnet)
+    forward = next(op for op in traced.graph.ops if op.module_path == "5.conv2")
     assert forward.target == "aten.convolution.default"
     assert forward.source_line.startswith("resnet.py:")
     assert forward.source_line.endswith("out = self.conv2(out)")
-    backward = [op for op in traced.graph.ops if op.module_path == "layer3.1.conv2"]
+    backward = [op for op in traced.graph.ops if op.module_path == "5.conv2"]
     assert "aten.convolution_backward.default" in [op.target for op in backward]
 
 
 def test_dropout_masks_read_nothing_and_replay_their_generator():
-    traced = capture(*small.make()())
+    traced = captured(ordinary)
     mask = op_named(traced, "bernoulli_")
     assert traced.nodes[mask.id].target is fresh
     assert mask.inputs == ()
@@ -224,7 +213,7 @@ def test_dropout_masks_read_nothing_and_replay_their_generator():
 
 
 def test_batch_norm_owns_up_to_its_running_statistics():
-    traced = capture(*small.make()())
+    traced = captured(ordinary)
     norm = op_named(traced, "native_batch_norm.default")
     assert norm.rerun is Rerun.WITHOUT_SIDE_EFFECT
     assert [traced.graph.values[v].name for v in norm.mutates] == ["_1_running_mean", "_1_running_var"]
@@ -242,13 +231,13 @@ def test_a_batch_norm_in_evaluation_is_an_ordinary_op():
 
 
 def test_attention_without_dropout_draws_no_random_numbers():
-    traced = capture(*models.vit(2, image=32, layers=1, heads=2, width=32, classes=10))
+    traced = captured(vit_without_dropout)
     attention = op_named(traced, "scaled_dot_product")
     assert attention.rerun is Rerun.FREELY
 
 
 def test_unsafe_views_share_their_bases_storage():
-    traced = capture(*models.bert(2, seq=16, attention="eager", **BERT))
+    traced = captured(bert_with_eager_attention)
     views = [op for op in traced.graph.ops if "_unsafe_view" in op.target]
     assert views
     for op in views:
@@ -289,14 +278,14 @@ def test_machinery_and_dead_code_are_gone_and_effects_are_not():
 
 
 def test_the_rate_is_an_input_that_takes_no_memory():
-    traced = capture(*small.make()())
+    traced = captured(ordinary)
     names = [node.name for node in traced.module.graph.find_nodes(op="placeholder")]
     assert names[-1] == "minus_lr_0"
     assert "minus_lr_0" not in {value.name for value in traced.graph.values}
 
 
 def test_only_whole_tensors_that_die_with_the_step_are_overwritable():
-    graph = captured(vit).graph
+    graph = captured(tiny.vit).graph
     for op in graph.ops:
         for value in op.overwritable:
             into, out = graph.values[value], graph.values[op.outputs[0]]

@@ -5,44 +5,55 @@ import torch
 
 from bench.workloads import zoo as models
 from planner.ir import Rerun
+from profiler.tracing.without_memory import without_memory
+from tests.rewriter import tiny
 from tests.side_by_side import assert_captured_equals_eager
 
-BERT = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 64, "max_position_embeddings": 32,
-}  # fmt: skip
-GPT2 = {
-    "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
+
+def test_a_captured_mobilenet_as_published_equals_eager():
+    assert_captured_equals_eager(lambda: models.mobilenet(2, image=32, classes=10), steps=2)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet", "densenet121"])
-def test_a_captured_image_model_equals_eager(name):
-    assert_captured_equals_eager(lambda: models.ZOO[name](2, image=32, classes=10), steps=2)
+def test_a_captured_resnet_of_basic_blocks_equals_eager():
+    assert_captured_equals_eager(tiny.resnet)
 
 
 def test_a_captured_resnet152_equals_eager():
-    traced = assert_captured_equals_eager(lambda: models.resnet152(2, image=32, classes=10), steps=2)
+    """All 155 of its norms, with narrow convolutions between; ResNet-50 has the same blocks, fewer of them."""
+    narrow = {"image": 32, "classes": 10, "width_per_group": 1}
+    traced = assert_captured_equals_eager(lambda: models.resnet152(2, **narrow), steps=2)
     norms = [op for op in traced.graph.ops if "native_batch_norm.default" in op.target]
     assert len(norms) == 155
     assert all(op.rerun is Rerun.WITHOUT_SIDE_EFFECT and len(op.mutates) == 2 for op in norms)
 
 
+def test_a_captured_densenet_whose_layers_read_all_before_them_equals_eager():
+    assert_captured_equals_eager(tiny.densenet, steps=2)
+
+
+PUBLISHED = [("resnet18", 11.7), ("resnet50", 25.6), ("densenet121", 8.0)]
+
+
+@pytest.mark.parametrize(("name", "million_params"), PUBLISHED)
+def test_a_model_whose_blocks_are_captured_elsewhere_is_made_as_published(name, million_params):
+    with without_memory():
+        _, model, _, _ = models.ZOO[name](2)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * million_params, rel=0.01)
+
+
 def test_a_captured_vision_transformer_equals_eager():
-    make = lambda: models.vit(2, image=32, layers=2, heads=2, width=32, dropout=0.1, classes=10)  # noqa: E731
-    assert_captured_equals_eager(make)
+    assert_captured_equals_eager(tiny.vit)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_captured_bert_with_tied_decoder_and_dropout_equals_eager(attention):
-    traced = assert_captured_equals_eager(lambda: models.bert(2, seq=16, attention=attention, **BERT))
+    traced = assert_captured_equals_eager(lambda: models.bert(2, seq=16, attention=attention, **tiny.BERT))
     assert any(op.rerun is Rerun.REPLAY_RNG for op in traced.graph.ops)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_captured_gpt2_with_dropout_equals_eager(attention):
-    assert_captured_equals_eager(lambda: models.gpt2(2, seq=16, attention=attention, **GPT2))
+    assert_captured_equals_eager(lambda: models.gpt2(2, seq=16, attention=attention, **tiny.GPT2))
 
 
 def test_a_recurrent_model_equals_eager():

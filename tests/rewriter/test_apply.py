@@ -1,6 +1,5 @@
 """The rewritten step runs the schedule and nothing else: op by op, byte by byte, bit by bit."""
 
-from functools import cache
 from itertools import accumulate
 
 import pytest
@@ -17,46 +16,20 @@ from planner.analysis import candidates, temporaries
 from planner.ir import Phase, Rerun
 from planner.plan import Eviction, Plan, recompute_each_time, recompute_once
 from planner.schedule import Free, Run, RunKind, lower
-from planner.simulator import simulate
 from profiler.measuring.restoring import state_kept
 from profiler.ops import fresh, inplace_target, without_side_effect
 from profiler.random_replay import ReplayingRng, SavingRng
 from rewriter.replay import STEP, apply
 from tests.profiler import small
 from tests.rewriter import tiny
-from tests.side_by_side import assert_same, eager, history, measured, measured_peak, seeded
+from tests.shared import Case, case_of
+from tests.side_by_side import assert_same, eager, history, measured, seeded
 
 MAKERS = {"once": recompute_once, "each time": recompute_each_time}
 
 
-class Case:
-    """A workload with its measured step, and two steps of it run eagerly."""
-
-    def __init__(self, make):
-        self.workload = seeded(make)
-        _, self.model, self.optimizer, self.batch = self.workload
-        self.traced = measured(self.workload)
-        self.graph = self.traced.graph
-        with state_kept(self.model, self.optimizer):
-            self.expected = eager(self.workload, steps=2)
-
-    def assert_exact(self, schedule):
-        """Two steps of `schedule` from where the eager ones started."""
-        module = apply(self.traced, schedule)
-        with state_kept(self.model, self.optimizer):
-            actual = history(lambda b: self.traced.convention.call(module, b), self.workload, steps=2)
-        assert_same(self.expected, actual)
-
-    def predicted(self, schedule):
-        return simulate(self.graph, schedule).above_start_bytes
-
-    def peak(self, schedule):
-        module = apply(self.traced, schedule)
-        return measured_peak(lambda: self.traced.convention.call(module, self.batch), self.workload)
-
-
 CASES = {
-    "network": tiny.with_step(tiny.models.classify),
+    "network": tiny.plain,
     "bert": tiny.bert,
     "clipped": tiny.with_step(
         lambda model, optimizer, batch: _clipped(model, optimizer, batch),
@@ -75,26 +48,20 @@ def _clipped(model, optimizer, batch):
     return norm
 
 
-@cache
-def case_of(name):
-    """Captured and measured once: no test leaves it changed."""
-    return Case(CASES[name])
-
-
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
-    return case_of(request.param)
+    return case_of(CASES[request.param])
 
 
 @pytest.fixture(scope="module")
 def network():
-    return case_of("network")
+    return case_of(CASES["network"])
 
 
 @pytest.fixture(scope="module", params=["network", "bert"])
 def traceable(request):
     """Those whose optimizer is inside the graph: all that they do is ops."""
-    return case_of(request.param)
+    return case_of(CASES[request.param])
 
 
 def everything(case, make=recompute_once):
@@ -369,7 +336,7 @@ def test_any_set_of_dropped_activations_gives_eagers_bits(case, data):
     make = data.draw(st.sampled_from(list(MAKERS.values())))
     in_place = data.draw(st.booleans())
     schedule = lower(case.graph, make(case.graph, dropped, kept=held), in_place=in_place)
-    case.assert_exact(schedule)
+    case.assert_exact(schedule, steps=2)
 
 
 @st.composite
@@ -394,7 +361,7 @@ def evictions(draw, graph):
 @given(data=st.data())
 def test_any_evictions_anywhere_give_eagers_bits(case, data):
     plan = data.draw(evictions(case.graph))
-    case.assert_exact(lower(case.graph, plan))
+    case.assert_exact(lower(case.graph, plan), steps=2)
 
 
 @settings(parent=a_few, max_examples=10)

@@ -56,6 +56,13 @@ def mobilenet() -> Any:
     return models.classify, model, models.fused_sgd(list(model.parameters())), images(8)
 
 
+def densenet() -> Any:
+    """torchvision's DenseNet with four blocks of few layers: every layer reads all before it in its block."""
+    module = _torchvision("densenet")
+    model = module.DenseNet(growth_rate=4, block_config=(2, 3, 2, 2), num_init_features=8, num_classes=4)
+    return models.classify, model, models.fused_sgd(list(model.parameters())), (torch.randn(2, 3, 32, 32), images(2)[1])
+
+
 def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Images of 16 pixels, in four classes."""
     return torch.randn(count, 3, 16, 16), torch.randint(0, 4, (count,))
@@ -90,3 +97,6 @@ def with_step(step: Any, *, optimizer: Any = None, model: Any = network) -> Any:
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """SGD with momentum and weight decay, as it comes."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+plain = with_step(models.classify)  # the small network with the ordinary step

@@ -1,0 +1,66 @@
+"""Steps that many tests look at: made, captured and measured once in a process, and left as they were found."""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from typing import Any
+
+from planner.ir import Graph
+from planner.schedule import Schedule
+from planner.simulator import simulate
+from profiler.measuring.op_times import measure
+from profiler.measuring.restoring import Touched
+from profiler.tracing.whole_step import TracedStep, capture
+from rewriter.replay import apply
+from tests.side_by_side import Make, assert_same, eager, history, measured_peak, seeded
+
+STEPS = 3  # the first makes state, the second reads it, the third finds nothing new
+
+
+class Case:
+    """A workload from its seed; its step captured, the same measured, and a few steps of it run eagerly."""
+
+    def __init__(self, make: Make) -> None:
+        self.workload = seeded(make)
+        self.train_step, self.model, self.optimizer, self.batch = self.workload
+
+    @cached_property
+    def captured(self) -> TracedStep:
+        return capture(*self.workload)
+
+    @cached_property
+    def traced(self) -> TracedStep:
+        return measure(self.captured, self.batch, show_progress=False).traced
+
+    @property
+    def graph(self) -> Graph:
+        return self.traced.graph
+
+    @cached_property
+    def expected(self) -> list[Any]:
+        with self.kept():
+            return eager(self.workload, steps=STEPS)
+
+    def kept(self) -> Any:
+        """Whatever is done inside, the next test finds everything as it was."""
+        return Touched.by(self.captured, self.batch).kept()
+
+    def assert_exact(self, schedule: Schedule, *, steps: int = STEPS) -> None:
+        """The first steps of `schedule`, from where the eager ones started."""
+        module, expected = apply(self.traced, schedule), self.expected[:steps]
+        with self.kept():
+            actual = history(lambda b: self.traced.convention.call(module, b), self.workload, steps=steps)
+        assert_same(expected, actual)
+
+    def predicted(self, schedule: Schedule) -> int:
+        return simulate(self.graph, schedule).above_start_bytes
+
+    def peak(self, schedule: Schedule) -> int:
+        module = apply(self.traced, schedule)
+        return measured_peak(lambda: self.traced.convention.call(module, self.batch), self.workload)
+
+
+@cache
+def case_of(make: Make) -> Case:
+    """The one case of that function, whichever test asks for it."""
+    return Case(make)
