@@ -1,4 +1,8 @@
-"""One step at every batch size, from its graphs at two: what is made of tensors is affine in the batch."""
+"""The law for another batch: what is made of tensors is affine in it, so two sizes tell all others.
+
+`Scaling` has the step at two sizes. `with_times_of` has it at the size asked for, but its times only at another: they
+are taken to grow in proportion to the op's tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from planner.errors import GraphError
-from planner.ir import Graph, Op, Storage, Value
+from planner.ir import Graph, Op, Storage, Timing, TimingKind, Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +35,13 @@ class Scaling:
                 f"{self.low.name}: the steps at batch {self.low_batch} and {self.high_batch} are not the same: {reason}"
             )
 
+    def share(self, batch: int) -> Fraction:
+        """Where `batch` lies on the line through the two: 0 at the lower, 1 at the higher, beyond them further."""
+        return Fraction(batch - self.low_batch, self.high_batch - self.low_batch)
+
     def at(self, batch: int) -> Graph:
         """The graph at `batch`."""
-        share = Fraction(batch - self.low_batch, self.high_batch - self.low_batch)
+        share = self.share(batch)
         storages = tuple(_storage(a, b, share) for a, b in zip(self.low.storages, self.high.storages, strict=True))
         values = tuple(_value(a, b, share) for a, b in zip(self.low.values, self.high.values, strict=True))
         ops = tuple(_op(a, b, float(share)) for a, b in zip(self.low.ops, self.high.ops, strict=True))
@@ -92,6 +100,30 @@ def _value(low: Value, high: Value, share: Fraction) -> Value:
 
 
 def _op(low: Op, high: Op, share: float) -> Op:
-    time_us = low.time_us + (high.time_us - low.time_us) * share
-    workspace = low.workspace_bytes + (high.workspace_bytes - low.workspace_bytes) * share
-    return replace(low, time_us=max(0.0, time_us), workspace_bytes=max(0, round(workspace)))
+    workspace = along(low.workspace_bytes, high.workspace_bytes, share)
+    return replace(low, time_us=along(low.time_us, high.time_us, share), workspace_bytes=round(workspace))
+
+
+def along(low: float, high: float, share: float) -> float:
+    """What lies at `share` of the straight line from `low` (0) through `high` (1), never below nothing."""
+    return max(0.0, low + (high - low) * share)
+
+
+def with_times_of(graph: Graph, measured: Graph) -> Graph:
+    """`graph` with times and workspaces of the same ops at another batch, in proportion to their tensors."""
+    known = {op.name: op for op in measured.ops}
+    ops = tuple(_grown(graph, op, measured, known[op.name]) if op.name in known else op for op in graph.ops)
+    timing = Timing(kind=TimingKind.ESTIMATED, device=f"this machine, scaled from {measured.name}")
+    return replace(graph, ops=ops, timing=timing).validate()
+
+
+def _grown(graph: Graph, op: Op, measured: Graph, source: Op) -> Op:
+    """An op slowed by its largest-grown tensor, read or made: a weight's gradient reads the batch."""
+    if (len(op.inputs), len(op.outputs)) != (len(source.inputs), len(source.outputs)):
+        raise GraphError(f"op {op.name!r} of {graph.name} is another in {measured.name}: its times say nothing of it")
+    now, before = (
+        [g.storages[g.values[v].storage].nbytes for v in (*o.inputs, *o.outputs)]
+        for g, o in ((graph, op), (measured, source))
+    )
+    factor = max((n / m for n, m in zip(now, before, strict=True) if m), default=1.0)
+    return replace(op, time_us=source.time_us * factor, workspace_bytes=round(source.workspace_bytes * factor))

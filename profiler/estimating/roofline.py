@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from planner.ir import Graph, Op, Timing, TimingKind
+from planner.scaling import along
 from planner.schedule import unplanned_schedule
 from profiler.estimating.devices import A100, Device, Workspace
 from profiler.estimating.kinds import LOOKUPS, OpKind, kind_of
@@ -75,17 +76,13 @@ class OpCost:
 
     def towards(self, other: OpCost, share: float) -> OpCost:
         """The cost on the straight line through this one (share 0) and another (share 1), never below nothing."""
-
-        def along(low: float, high: float) -> float:
-            return max(0.0, low + (high - low) * share)
-
         return replace(
             self,
-            flops=along(self.flops, other.flops),
-            traffic_bytes=along(self.traffic_bytes, other.traffic_bytes),
-            read_bytes=along(self.read_bytes, other.read_bytes),
-            made_bytes=along(self.made_bytes, other.made_bytes),
-            new_bytes=tuple(along(a, b) for a, b in zip(self.new_bytes, other.new_bytes, strict=True)),
+            flops=along(self.flops, other.flops, share),
+            traffic_bytes=along(self.traffic_bytes, other.traffic_bytes, share),
+            read_bytes=along(self.read_bytes, other.read_bytes, share),
+            made_bytes=along(self.made_bytes, other.made_bytes, share),
+            new_bytes=tuple(along(a, b, share) for a, b in zip(self.new_bytes, other.new_bytes, strict=True)),
         )
 
 

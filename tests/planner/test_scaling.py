@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import GraphError
-from planner.ir import Graph
-from planner.scaling import Scaling, difference
+from planner.ir import Graph, Phase, TimingKind
+from planner.scaling import Scaling, difference, with_times_of
 from planner.synthetic import chain
 
 
@@ -69,3 +69,30 @@ def test_sizes_are_no_difference_and_roles_are():
     graph = sized(4)
     roles = tuple(replace(s, role=graph.storages[-1].role) for s in graph.storages)
     assert "not for the same things" in difference(graph, replace(graph, storages=roles))
+
+
+# -- times known at another batch only ------------------------------------------------------------------------------
+
+
+def test_times_and_workspaces_grow_with_the_largest_grown_tensor_of_an_op():
+    few, many = sized(4), sized(12)
+    found = with_times_of(many, few)
+    batch = {op.id for op in many.ops if op.phase is not Phase.OPTIMIZER}
+    assert found.storages == many.storages
+    for op, source in zip(found.ops, few.ops, strict=True):
+        assert op.time_us == pytest.approx(source.time_us * (3 if op.id in batch else 1))
+        assert op.workspace_bytes == source.workspace_bytes * (3 if op.id in batch else 1)
+    assert found.timing.kind is TimingKind.ESTIMATED
+
+
+def test_an_op_that_the_other_batch_does_not_have_keeps_its_own_time():
+    graph = sized(4)
+    renamed = replace(graph, ops=tuple(replace(op, name=f"{op.name}_other") for op in graph.ops))
+    assert with_times_of(graph, renamed).ops == graph.ops
+
+
+def test_an_op_with_other_tensors_is_refused_by_name():
+    graph = sized(4)
+    fewer = replace(graph, ops=tuple(replace(op, inputs=op.inputs[:-1]) for op in graph.ops))
+    with pytest.raises(GraphError, match="op 'f0' of chain-4 is another in chain-4"):
+        with_times_of(graph, fewer)
