@@ -14,7 +14,7 @@ class PlanError(PlannerError):
 
 
 class FileFormatError(PlannerError):
-    """A file that is truncated, foreign, of another schema version, or made for another graph."""
+    """A file that cannot be read or written: truncated, foreign, of another version or graph, or no file at all."""
 
 
 class NoPlan(PlannerError):  # noqa: N818 - an answer, not a fault
@@ -22,7 +22,7 @@ class NoPlan(PlannerError):  # noqa: N818 - an answer, not a fault
 
 
 class StrategyError(PlannerError):
-    """A strategy name, option or plug-in that cannot be used."""
+    """A strategy that cannot be used: its name, an option, a plug-in; or one whose `plan` fails or gives no Plan."""
 
 
 class MissingPackage(PlannerError):  # noqa: N818 - an answer, not a fault
@@ -30,4 +30,4 @@ class MissingPackage(PlannerError):  # noqa: N818 - an answer, not a fault
 
 
 class BudgetError(PlannerError):
-    """A budget that cannot be read, or that no schedule can mean."""
+    """A budget, or a limit of time, that cannot be read or that no schedule can mean."""

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 import math
-import os
+import reprlib
+import secrets
+import stat
 import types
 import typing
 from enum import Enum
@@ -16,6 +18,13 @@ from typing import Any, TypeVar
 from planner.errors import FileFormatError
 
 T = TypeVar("T")
+
+FORMAT = "recompute-planner"
+HEAD_BYTES = 1 << 20  # in which a file of ours has named its format
+MOST_INT = 2**63
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+_REPR.maxlevel = 2
 
 
 def encode(value: Any) -> Any:
@@ -35,9 +44,9 @@ def decode(hint: Any, data: Any, where: str) -> Any:
         return None if data is None else decode(typing.get_args(hint)[0], data, where)
     if typing.get_origin(hint) is tuple:
         if not isinstance(data, list):
-            raise FileFormatError(f"{where}: expected a list, found {data!r:.60}")
+            raise FileFormatError(f"{where}: expected a list, found {_shown(data)}")
         item = typing.get_args(hint)[0]
-        return tuple(decode(item, entry, f"{where}[{i}]") for i, entry in enumerate(data))
+        return tuple([decode(item, entry, f"{where}[{i}]") for i, entry in enumerate(data)])
     if dataclasses.is_dataclass(hint):
         return _decode_record(hint, data, where)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -45,16 +54,23 @@ def decode(hint: Any, data: Any, where: str) -> Any:
             return hint(data)
         except ValueError:
             known = ", ".join(str(member.value) for member in hint)
-            raise FileFormatError(f"{where}: {data!r:.60} is not one of {known}") from None
+            raise FileFormatError(f"{where}: {_shown(data)} is not one of {known}") from None
     return _decode_scalar(hint, data, where)
 
 
 def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
+    if type(data) is int and abs(data) >= MOST_INT:
+        raise FileFormatError(f"{where}: a number of {data.bit_length():,} bits is more than anything here can be")
     if hint is float and type(data) in (int, float) and math.isfinite(data):
         return float(data)
     if type(data) is hint and hint is not float:
         return data
-    raise FileFormatError(f"{where}: expected {hint.__name__}, found {data!r:.60}")
+    raise FileFormatError(f"{where}: expected {hint.__name__}, found {_shown(data)}")
+
+
+def _shown(data: Any) -> str:
+    """The beginning of what stands in a file, however much there is of it."""
+    return f"{_REPR.repr(data):.60}"
 
 
 @functools.cache
@@ -71,7 +87,7 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
 
 def _decode_record(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise FileFormatError(f"{where}: expected an object, found {data!r:.60}")
+        raise FileFormatError(f"{where}: expected an object, found {_shown(data)}")
     fields = _fields(cls)
     if unknown := sorted(set(data) - set(fields)):
         raise FileFormatError(f"{where}: unknown field {unknown[0]!r} for {cls.__name__}")
@@ -82,28 +98,83 @@ def _decode_record(cls: Any, data: Any, where: str) -> Any:
 
 def save(path: str | Path, *, kind: str, schema: int, record: Any) -> None:
     """Write `record` whole or not at all: a crash half-way leaves the old file as it was."""
-    path = Path(path)
-    document = {"format": f"recompute-planner {kind}", "schema": schema, kind: encode(record)}
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    document = {"format": f"{FORMAT} {kind}", "schema": schema, kind: encode(record)}
+    write_whole(path, json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Put `text` into a file at once, through links, keeping its mode; FileFormatError where that cannot be."""
     try:
-        scratch.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+        target = Path(path).resolve()
+        mode = _mode_of(target)
+        scratch = target.with_name(f".{secrets.token_hex(8)}.tmp")
+        try:
+            with scratch.open("x", encoding="utf-8", newline="") as file:
+                if mode is not None:
+                    scratch.chmod(mode)
+                file.write(text)
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name that can be none
+        raise FileFormatError(f"{path}: cannot be written: {_why(error)}") from error
+
+
+def _mode_of(target: Path) -> int | None:
+    """The permissions of a regular file; None where there is none yet."""
+    try:
+        found = target.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found):
+        raise FileFormatError(f"{target}: {_no_file(found)}; nothing was written: name a file")
+    return stat.S_IMODE(found)
+
+
+def _no_file(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return f"it is {next((name for is_a, name in kinds if is_a(mode)), 'a device')}, not a file"
+
+
+def _why(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def load(path: str | Path, *, kind: str, schema: int, cls: type[T]) -> T:
     """The record that `save` wrote; a truncated, foreign, older or newer file is refused by name."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(_text(Path(path)))
+        return typing.cast(T, _record(document, path, kind=kind, schema=schema, cls=cls))
     except ValueError as error:
         raise FileFormatError(f"{path}: not a whole JSON file ({error}); was it cut off? Save it again") from None
-    if not isinstance(document, dict) or document.get("format") != f"recompute-planner {kind}":
+    except RecursionError:
+        raise FileFormatError(f"{path}: nested deeper than any {kind} file of this project") from None
+
+
+def _text(path: Path) -> str:
+    """What a regular file says; a large one that does not begin as ours do is not read to its end."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise FileFormatError(f"{path}: {_no_file(found.st_mode)}")
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+            if found.st_size > HEAD_BYTES and FORMAT.encode() not in head:
+                raise FileFormatError(f"{path}: not a file of this project")
+            return (head + file.read()).decode("utf-8")
+    except FileNotFoundError:
+        raise FileFormatError(f"{path}: there is no such file") from None
+    except (OSError, RuntimeError) as error:
+        raise FileFormatError(f"{path}: cannot be read: {_why(error)}") from error
+
+
+def _record(document: Any, path: str | Path, *, kind: str, schema: int, cls: type) -> Any:
+    if not isinstance(document, dict) or document.get("format") != f"{FORMAT} {kind}":
         raise FileFormatError(f"{path}: not a {kind} file of this project")
     found = document.get("schema")
     if found != schema:
         hint = "update this program" if isinstance(found, int) and found > schema else "save it again"
-        raise FileFormatError(f"{path}: {kind} schema {found!r}, but this program reads {schema}: {hint}")
+        raise FileFormatError(f"{path}: {kind} schema {_shown(found)}, but this program reads {schema}: {hint}")
     if kind not in document:
         raise FileFormatError(f"{path}: the {kind} itself is missing; save it again")
-    return typing.cast(T, decode(cls, document[kind], f"{path}: {kind}"))
+    return decode(cls, document[kind], f"{path}: {kind}")

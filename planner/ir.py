@@ -262,6 +262,8 @@ class Graph:
 
     def with_times(self, time_us: tuple[float, ...], *, timing: Timing) -> Graph:
         """The same graph with other op times, and where they came from."""
+        if len(time_us) != len(self.ops):
+            raise GraphError(f"{self.name}: {len(time_us):,} times for {len(self.ops):,} ops")
         ops = tuple(replace(op, time_us=t) for op, t in zip(self.ops, time_us, strict=True))
         return replace(self, ops=ops, timing=timing).validate()
 

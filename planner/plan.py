@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import fsum
 from pathlib import Path
+from typing import SupportsIndex
 
 from planner import files
 from planner.analysis import cannot_drop, idle_after, liveness, rerun_reads, temporaries
@@ -207,9 +208,19 @@ def recompute_each_time(graph: Graph, dropped: Iterable[int], *, kept: Collectio
 
 def check_plan(graph: Graph, plan: Plan) -> None:
     """Raise PlanError unless every eviction names a droppable storage and two ops in order."""
+    for eviction in plan.evictions:
+        _check_types(eviction)
     last: dict[int, int] = {}
     for eviction in sorted(plan.evictions, key=lambda e: (e.storage, e.free_after)):
         _check_eviction(graph, eviction, last)
+
+
+def _check_types(eviction: object) -> None:
+    if not isinstance(eviction, Eviction):
+        raise PlanError(f"{eviction!r:.60} is no Eviction")
+    restore = () if eviction.restore_before is None else (eviction.restore_before,)
+    if not all(isinstance(place, SupportsIndex) for place in (eviction.storage, eviction.free_after, *restore)):
+        raise PlanError(f"{eviction!r:.120}: storages and ops are named by their ids, whole numbers")
 
 
 def _check_eviction(graph: Graph, eviction: Eviction, last: dict[int, int]) -> None:

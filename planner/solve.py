@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
 
 from planner.analysis import candidates
-from planner.errors import NoPlan, PlanError
+from planner.errors import BudgetError, NoPlan, PlanError, PlannerError, StrategyError
 from planner.explain import Decision, explain
 from planner.ir import Graph
 from planner.plan import BoundClass, Plan
@@ -47,6 +47,10 @@ class Problem:
         peak_bytes = unplanned(graph, in_place=in_place).peak_bytes
         limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
         return Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s, in_place=in_place)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.time_limit_s < math.inf:
+            raise BudgetError(f"a time limit of {self.time_limit_s} s: give a number of seconds, 0 or more")
 
     def limited(self, time_limit_s: float, *, most_recompute_us: float = math.inf) -> Problem:
         """The same problem with less time, and only for plans that recompute for at most so long."""
@@ -163,11 +167,14 @@ class Solution:
 
 
 def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
-    """Ask `strategy` for a plan and judge it. A malformed plan is a bug and propagates as PlanError."""
+    """Ask `strategy` for a plan and judge it.
+
+    StrategyError names a strategy that fails or gives no plan at all, PlanError one whose plan cannot be carried out.
+    """
     label = label or strategy.name
     started, cpu_started = time.perf_counter(), time.process_time()
     try:
-        plan = strategy.plan(problem)
+        plan = _proposal(problem, strategy, label)
     except NoPlan as answer:
         log.info("%s on %s: no plan: %s", label, problem.graph.name, answer)
         return Solution(
@@ -182,9 +189,7 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
             reason=str(answer),
         )
     solve_s, solve_cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
-    schedule = problem.schedule(plan)
-    timeline = simulate(problem.graph, schedule) if plan.evictions else problem.unplanned
-    _check_bound(label, plan, timeline)
+    schedule, timeline = _judged(problem, plan, label)
     fits = timeline.peak_bytes <= problem.budget_bytes
     solution = Solution(
         strategy=label,
@@ -199,6 +204,29 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
     )
     log.info("solved in %.2f s: %s", solve_s, solution)
     return solution
+
+
+def _proposal(problem: Problem, strategy: Strategy, label: str) -> Plan:
+    try:
+        plan = strategy.plan(problem)
+    except (PlannerError, MemoryError):  # which say what is wrong, or are no fault of the strategy's
+        raise
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise StrategyError(f"{label}: plan() raised {words:.200}") from error
+    if not isinstance(plan, Plan):
+        raise StrategyError(f"{label}: plan() returned {plan!r:.60}, not a Plan; where it has none, it raises NoPlan")
+    return plan
+
+
+def _judged(problem: Problem, plan: Plan, label: str) -> tuple[Schedule, Timeline]:
+    try:
+        schedule = problem.schedule(plan)
+        timeline = simulate(problem.graph, schedule) if plan.evictions else problem.unplanned
+    except PlanError as error:
+        raise PlanError(f"{label}: {error}") from error
+    _check_bound(label, plan, timeline)
+    return schedule, timeline
 
 
 def solve_if_needed(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
@@ -230,6 +258,8 @@ def _check_bound(label: str, plan: Plan, timeline: Timeline) -> None:
         return
     if plan.bound_class is None:
         raise PlanError(f"{label}: a bound of {bound:.1f} µs without the class of schedules that it holds for")
+    if not 0 <= bound < math.inf:
+        raise PlanError(f"{label}: a bound of {bound} µs bounds nothing")
     if bound > timeline.recompute_us * (1 + 1e-9) + 1e-6:
         raise PlanError(
             f"{label}: claims that no plan recomputes in less than {bound:.1f} µs, but its own takes "

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.errors import GraphError
 from planner.ir import Graph, Op, Phase, Rerun, Role, Storage, Value
 
 
@@ -311,7 +312,7 @@ def accumulation(rounds: int, length: int, *, nbytes: int = 100) -> Graph:
             return net.graph(loss)
         net.backward(loss, optimizer=False)
         net.build.outputs.append(loss)
-    raise AssertionError("at least one round")
+    raise GraphError(f"accumulation over {rounds} rounds: there must be at least one")
 
 
 def resnet_like(blocks: tuple[int, ...] = (3, 8, 36, 3), *, nbytes: int = 1 << 20, ops_per_update: int = 4) -> Graph:

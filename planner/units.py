@@ -8,6 +8,8 @@ from planner.errors import BudgetError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+MOST_BYTES = 2**62  # beyond any machine, and below where sums of bytes stop being exact
+_TOO_MUCH = f"no memory has {MOST_BYTES:,} bytes; give what the machine has, or a share of the step ('60%')"
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
@@ -22,12 +24,18 @@ def parse_budget(budget: str | int, *, start_bytes: int, peak_bytes: int) -> int
 def read_budget(budget: str | int, *, start_bytes: int | None = None) -> tuple[float, str]:
     """The number of a budget and its unit; BudgetError if it is none, whatever the step."""
     if isinstance(budget, bool) or not isinstance(budget, (int, str)):
-        raise BudgetError(f"budget {budget!r}: give bytes as a whole number, or text such as '4GiB' or '60%'")
+        raise BudgetError(f"budget {budget!r:.60}: give bytes as a whole number, or text such as '4GiB' or '60%'")
+    if isinstance(budget, int) and abs(budget) >= MOST_BYTES:  # which may have too many digits to be text
+        raise BudgetError(f"budget of {budget.bit_length():,} bits: {_TOO_MUCH}")
     match = _BUDGET.fullmatch(str(budget))
     unit = match[2].lower() if match else ""
     if match is None or (unit != "%" and unit not in _UNITS):
-        raise BudgetError(f"budget {budget!r}: give bytes ('4000000', '4GiB', '900MB') or a share of the step ('60%')")
+        raise BudgetError(
+            f"budget {budget!r:.60}: give bytes ('4000000', '4GiB', '900MB') or a share of the step ('60%')"
+        )
     number = float(match[1])
+    if number * _UNITS.get(unit, 1) >= MOST_BYTES:
+        raise BudgetError(f"budget {budget!r:.60}: {_TOO_MUCH}")
     if number == 0 or (unit != "%" and number * _UNITS[unit] < 1):
         needed = "" if start_bytes is None else f"; the step starts at {human_bytes(start_bytes)}"
         raise BudgetError(f"budget {budget!r}: nothing runs in no memory{needed}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from planner.errors import GraphError
 from planner.ir import Graph, Op, Rerun, Storage, Value
+from planner.units import MOST_BYTES
 
 
 def check_graph(graph: Graph) -> None:
@@ -53,6 +54,9 @@ class _Validator:
             if storage.nbytes < 0:
                 of = next((f" (of {v.name!r})" for v in self.graph.values if v.storage == storage.id), "")
                 raise GraphError(f"storage {storage.id}{of} has a negative size: {storage.nbytes} bytes")
+        total = sum(storage.nbytes for storage in self.graph.storages)
+        if total + max((op.workspace_bytes for op in self.graph.ops), default=0) >= MOST_BYTES:
+            raise GraphError(f"storages and workspaces add up to more than {MOST_BYTES:,} bytes: no memory has as many")
 
     def _check_values(self) -> None:
         graph = self.graph

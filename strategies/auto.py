@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import strategies
+from planner.errors import StrategyError
 from planner.ir import Graph
 from planner.plan import Plan
 from planner.solve import Problem, Status, solve
@@ -34,7 +35,7 @@ class Auto:
 
     def __post_init__(self) -> None:
         if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds}: it needs some time")
+            raise StrategyError(f"seconds={self.seconds}: it needs some time")
 
     def plan(self, problem: Problem) -> Plan:
         seconds = self.seconds if self.seconds is not None else few_seconds(problem.graph)

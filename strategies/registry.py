@@ -163,8 +163,8 @@ def _construct(spec: str, cls: type[Strategy], options: str) -> Strategy:
         values[name] = _convert(spec, name, hints[name], text)
     try:
         return cls(**values)
-    except (TypeError, ValueError) as error:
-        raise StrategyError(f"{spec!r}: {error}") from error
+    except (TypeError, ValueError, StrategyError) as error:
+        raise StrategyError(f"{spec!r:.80}: {error}") from error
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -188,4 +188,4 @@ def _convert(spec: str, name: str, hint: Any, text: str) -> Any:
     except ValueError:
         pass  # told below, with what was expected
     expected = [m.value for m in hint] if isinstance(hint, type) and issubclass(hint, Enum) else hint.__name__
-    raise StrategyError(f"{spec!r}: option {name}={text!r} is not {expected}")
+    raise StrategyError(f"{spec!r:.80}: option {name}={text!r:.60} is not {expected}")

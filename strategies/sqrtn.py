@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 from planner.analysis import candidates, idle_after, temporaries
+from planner.errors import StrategyError
 from planner.ir import Graph, Phase
 from planner.plan import Plan, recompute_once
 from planner.solve import Problem, cheapest
@@ -31,7 +32,7 @@ class SqrtN:
 
     def __post_init__(self) -> None:
         if self.segments is not None and self.segments < 1:
-            raise ValueError(f"segments={self.segments}: there must be at least one")
+            raise StrategyError(f"segments={self.segments}: there must be at least one")
 
     def plan(self, problem: Problem) -> Plan:
         if problem.unplanned.peak_bytes <= problem.budget_bytes:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import strategies
 from planner.analysis import floor
-from planner.errors import NoPlan
+from planner.errors import NoPlan, StrategyError
 from planner.incremental import Incremental
 from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem
@@ -50,7 +50,7 @@ class Ilp:
 
     def __post_init__(self) -> None:
         if not 0 <= self.gap < 1:
-            raise ValueError(f"gap={self.gap}: it is a fraction, such as 0.005")
+            raise StrategyError(f"gap={self.gap}: it is a fraction, such as 0.005")
 
     def plan(self, problem: Problem) -> Plan:
         return Search(problem, self).run()

@@ -22,6 +22,7 @@ from strategies.ilp.silence import quiet_stdout
 
 # Solvers work within tolerances: a bound is taken down by this much of itself before it is called proven.
 TOLERANCE = 1e-6
+LONGEST_S = 1e8  # three years: longer limits overflow what solvers take
 
 
 class SolverName(Enum):
@@ -96,7 +97,9 @@ def _ortools(model: SparseModel, *, time_limit_s: float, gap: float, hint: Float
     program = mathopt.Model.from_model_proto(_model_proto(model))
     # GLOP's optima are corners, which have few fractions to round.
     kind = mathopt.SolverType.HIGHS if model.integer.any() else mathopt.SolverType.GLOP
-    params = mathopt.SolveParameters(time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=gap)
+    params = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=min(time_limit_s, LONGEST_S)), relative_gap_tolerance=gap
+    )
     hints = mathopt.ModelSolveParameters()
     if hint is not None:
         values = dict(zip(program.variables(), hint.tolist(), strict=True))

@@ -12,9 +12,9 @@ import pytest
 import strategies
 from planner.analysis import candidates
 from planner.comparison import COLUMNS, Row, cells, compare, table
-from planner.errors import BudgetError, NoPlan, PlanError
+from planner.errors import BudgetError, NoPlan, PlanError, StrategyError
 from planner.ir import Graph, Timing, TimingKind
-from planner.plan import BoundClass, Plan, with_bound
+from planner.plan import BoundClass, Eviction, Plan, with_bound
 from planner.schedule import Run, lower, unplanned_schedule
 from planner.simulator import simulate, unplanned
 from planner.solve import Problem, Solution, Status, Strategy, solve
@@ -82,11 +82,6 @@ def test_no_plan_carries_the_strategy_s_reason_and_nothing_else():
 def test_a_malformed_plan_is_a_bug_and_propagates():
     with pytest.raises(PlanError, match="'x' cannot be dropped"):
         judged(lambda graph: Plan(evictions=(eviction(graph, "x", "g", "g_bw"),)))
-
-
-def test_an_error_of_the_strategy_s_own_propagates():
-    with pytest.raises(ZeroDivisionError):
-        judged(lambda graph: 1 / 0)
 
 
 def test_a_solution_knows_what_it_drops_and_why():
@@ -293,3 +288,86 @@ def test_a_problem_of_bytes_bounds_the_total_peak():
     assert Problem.of(graph, "2KiB").budget_bytes == Problem.of(graph, 2048).budget_bytes == 2048
     with pytest.raises(BudgetError, match="nothing runs in no memory"):
         Problem.of(graph, "0%")
+
+
+# -- strategies that fail -------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A strategy whose plan() does what it is told."""
+
+    name: ClassVar[str] = "failing"
+
+    def __init__(self, act: Callable[[Problem], object]) -> None:
+        self.plan = act
+
+
+def raising(error: Exception) -> Failing:
+    def fail(_problem: Problem) -> object:
+        raise error
+
+    return Failing(fail)
+
+
+PROBLEM = Problem.of(read_twice(), "90%")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (IndexError("list index\nout of range"), "mine: plan() raised IndexError: list index out of range"),
+        (KeyError("x"), "mine: plan() raised KeyError: 'x'"),
+        (AssertionError(), "mine: plan() raised AssertionError:"),
+        (RecursionError("deep"), "mine: plan() raised RecursionError: deep"),
+        (ValueError("v" * 10_000), "mine: plan() raised ValueError: vvv"),
+    ],
+)
+def test_a_strategy_that_raises_anything_is_named_in_one_line_with_its_cause(error, words):
+    with pytest.raises(StrategyError) as caught:
+        solve(PROBLEM, raising(error), label="mine")
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("answer", [None, [], "plan", Plan, ["x"] * 10_000], ids=lambda a: f"{a!r:.10}")
+def test_a_strategy_that_returns_no_plan_is_named_in_one_line(answer):
+    with pytest.raises(StrategyError, match=r"failing: plan\(\) returned .*, not a Plan") as caught:
+        solve(PROBLEM, Failing(lambda _: answer))
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "evictions",
+    [
+        (None,),
+        ("f",),
+        (Eviction(storage="f", free_after=1, restore_before=None),),
+        (Eviction(storage=1, free_after=None, restore_before=None),),
+        (Eviction(storage=1, free_after=1, restore_before=2.5),),
+        (Eviction(storage=10**6, free_after=1, restore_before=2),),
+    ],
+)
+def test_a_malformed_plan_is_refused_with_the_name_of_the_strategy(evictions):
+    with pytest.raises(PlanError, match=r"^mine: ") as caught:
+        solve(PROBLEM, Failing(lambda _: Plan(evictions=evictions)), label="mine")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bound", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_bound_that_bounds_nothing_is_refused(bound):
+    plan = with_bound(Plan(), lower_bound_us=bound, bound_class=BoundClass.ANY_SCHEDULE)
+    with pytest.raises(PlanError, match="failing: "):
+        solve(PROBLEM, Failing(lambda _: plan))
+
+
+def test_running_out_of_memory_is_no_fault_of_the_strategy():
+    with pytest.raises(MemoryError):
+        solve(PROBLEM, raising(MemoryError()))
+
+
+@pytest.mark.parametrize("limit_s", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_time_limit_that_is_no_time_is_refused(limit_s):
+    with pytest.raises(BudgetError, match=r"time limit of .* s: give a number of seconds"):
+        Problem.of(read_twice(), "60%", time_limit_s=limit_s)

@@ -71,3 +71,30 @@ def test_no_memory_at_all_is_refused_with_what_the_step_starts_at(nothing):
 )
 def test_bytes_are_written_in_the_largest_unit_that_leaves_a_whole_part(nbytes, text):
     assert human_bytes(nbytes) == text
+
+
+MUCH = {
+    "digits": "9" * 5000,
+    "a number": 10**5000,
+    "less than nothing": -(10**5000),
+    "a share": "9" * 5000 + "%",
+    "just too much": f"{2**62}",
+    "just too large a number": 2**62,
+    "units": "5000000TiB",
+}
+
+
+@pytest.mark.parametrize("case", MUCH)
+def test_more_than_any_memory_has_is_refused_in_one_line(case):
+    much = MUCH[case]
+    with pytest.raises(BudgetError) as caught:
+        budget(much)
+    assert "no memory has 4,611,686,018,427,387,904 bytes" in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN%", float("nan"), float("inf"), "-5GiB", "x" * 5000])
+def test_what_is_no_number_is_refused_in_one_line(value):
+    with pytest.raises(BudgetError, match="give bytes") as caught:
+        budget(value)
+    assert len(str(caught.value)) < 250

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import strategies
+from planner.errors import StrategyError
 from planner.plan import Plan
 from planner.solve import Problem, Status, solve
 from planner.synthetic import chain, residual_tower, resnet_like, transformer, unet
@@ -55,5 +56,5 @@ def test_a_large_step_gets_more_seconds_and_never_more_than_the_problem_allows(m
 
 
 def test_no_time_is_refused():
-    with pytest.raises(ValueError, match="seconds=0"):
+    with pytest.raises(StrategyError, match="seconds=0"):
         Auto(seconds=0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import strategies
 from planner.analysis import candidates, temporaries
+from planner.errors import StrategyError
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
 from planner.plan import BoundClass, Plan, recompute_once
@@ -424,7 +425,7 @@ def test_a_solver_that_fails_leaves_the_seeds(monkeypatch):
 
 
 def test_an_impossible_gap_is_refused():
-    with pytest.raises(ValueError, match="gap=1"):
+    with pytest.raises(StrategyError, match="gap=1"):
         Ilp(gap=1.5)
 
 

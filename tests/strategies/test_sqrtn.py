@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.analysis import candidates, temporaries
-from planner.errors import NoPlan
+from planner.errors import NoPlan, StrategyError
 from planner.ir import Graph, Phase
 from planner.plan import Plan
 from planner.schedule import Run, RunKind, lower
@@ -101,7 +101,7 @@ def test_segments_that_take_longer_than_is_of_use_are_left_out():
 
 @pytest.mark.parametrize("segments", [0, -1])
 def test_less_than_one_segment_is_refused(segments):
-    with pytest.raises(ValueError, match=f"segments={segments}: there must be at least one"):
+    with pytest.raises(StrategyError, match=f"segments={segments}: there must be at least one"):
         SqrtN(segments=segments)
 
 
