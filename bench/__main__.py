@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.commands.options import add_verbosity, check_writable
-from bench.show.story import telling
+from bench.show.log_lines import telling
 from planner.errors import PlannerError
 
 # What the help says of each command; its module is bench.commands.NAME.

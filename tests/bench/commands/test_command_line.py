@@ -1,9 +1,6 @@
 """The command line: bad input is told in one line, and planning on graphs needs no torch."""
 
-import argparse
-import importlib
 import json
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -12,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import COMMANDS, main
-from bench.commands.compare import _peers, check_options
+from bench.commands.compare import _peers
 from bench.workloads.peers import PEERS
 from bench.workloads.spec import WorkloadSpec
 from planner.synthetic import residual_tower
@@ -91,22 +88,6 @@ def test_options_of_which_one_would_be_ignored_are_told_by_name(arguments, both,
     assert error.startswith(f"bench: {both}")
     assert len(error.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
-
-
-def printed_commands():
-    """The arguments of every `python -m bench` that the README prints."""
-    lines = (line.removeprefix("$ ") for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines())
-    return [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("python -m bench")]
-
-
-@pytest.mark.parametrize("arguments", printed_commands(), ids=" ".join)
-def test_every_command_that_the_readme_prints_is_understood(arguments):
-    name = arguments.pop(0) if arguments[0] in COMMANDS else "compare"
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"bench.commands.{name}").add_options(parser)
-    options = parser.parse_args(arguments)
-    if name == "compare":
-        check_options(options)
 
 
 def test_a_batch_of_zero_is_refused_by_the_parser(capsys):
