@@ -122,7 +122,7 @@ def capture(
         time.perf_counter() - started,
         len(lifted.graph.ops),
         len(lifted.graph.storages),
-        f"; the optimizer runs as itself: {trace.opaque_reason}" if trace.opaque_reason else "",
+        f"; no optimizer in the graph: {trace.opaque_reason}" if trace.opaque_reason else "",
     )
     return TracedStep(
         graph=lifted.graph if kernels is None else as_on_gpu(lifted.graph),
