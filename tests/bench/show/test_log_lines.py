@@ -15,7 +15,7 @@ CHAIN = ["--synthetic", "chain", "--strategy", "ilp", "--budget", "90%"]
 
 
 def test_the_logger_is_silent_unless_somebody_listens(capsys):
-    assert [type(handler) for handler in LOG.handlers] == [logging.NullHandler]
+    assert {type(handler) for handler in LOG.handlers} == {logging.NullHandler}
     assert main(CHAIN) == 0
     assert capsys.readouterr().err == ""
 
@@ -48,7 +48,7 @@ def test_a_planned_step_tells_every_stage_and_its_seconds(caplog):
 
 def test_a_run_that_fails_leaves_the_logger_as_it_was(capsys):
     assert main(["--synthetic", "castle", "-v"]) == 2
-    assert [type(handler) for handler in LOG.handlers] == [logging.NullHandler]
+    assert {type(handler) for handler in LOG.handlers} == {logging.NullHandler}
     assert LOG.level == logging.NOTSET
 
 
