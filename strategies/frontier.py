@@ -34,7 +34,7 @@ class Point:
     solve_s: float
 
 
-def pareto(
+def trade_off_curve(
     graph: Graph,
     budgets: Sequence[str | int] = BUDGETS,
     *,

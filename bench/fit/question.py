@@ -28,7 +28,7 @@ from profiler.errors import CaptureError
 from profiler.estimating.devices import DEVICES, Device, find_device
 from profiler.tracing.whole_step import TracedStep, capture, capture_without_memory
 from profiler.workload import Workload
-from strategies.frontier import pareto
+from strategies.frontier import trade_off_curve
 
 # How much longer than the unplanned step a planned one may take.
 LIMITS = (0.05, 0.10, 0.30)
@@ -182,7 +182,7 @@ class _Question:
         reference = max(self.batch, 2 * unplanned)
         graph = self.step.graph(reference)
         self.tell(f"planning batch {reference} at {len(BUDGETS)} budgets")
-        points = pareto(graph, BUDGETS, time_limit_s=self.time_limit_s)
+        points = trade_off_curve(graph, BUDGETS, time_limit_s=self.time_limit_s)
         self.book.add(lower(graph, point.plan) for point in points if point.plan is not None)
 
     def _fits(self, batch: int, schedule: Schedule) -> bool:

@@ -48,8 +48,7 @@ class SizedStep:
         if batch not in self._graphs:
             if len(self._graphs) == GRAPHS_HELD:
                 del self._graphs[next(iter(self._graphs))]
-            low, high = self._scaling.low_batch, self._scaling.high_batch
-            share = (batch - low) / (high - low)
+            share = float(self._scaling.share(batch))
             costs = [None if a is None or b is None else a.towards(b, share) for a, b in self._costs]
             self._graphs[batch] = with_costs(self._scaling.at(batch), costs, self.device)
         return self._graphs[batch]

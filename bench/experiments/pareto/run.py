@@ -18,7 +18,7 @@ from planner.ir import Graph
 from planner.simulator import unplanned
 from planner.solve import Problem, Status, Strategy, solve
 from planner.units import human_bytes
-from strategies.frontier import budget_for, pareto
+from strategies.frontier import budget_for, trade_off_curve
 from strategies.ilp.search import Ilp
 
 
@@ -62,7 +62,7 @@ def _proven_curve(
     graph: Graph, spec: str, strategy: Ilp, budgets: Sequence[tuple[str, int]], time_limit_s: float
 ) -> list[TradeOffRow]:
     """`ilp` solves budget after budget with what it learned before."""
-    points = pareto(graph, [size for _, size in budgets], options=strategy, time_limit_s=time_limit_s)
+    points = trade_off_curve(graph, [size for _, size in budgets], options=strategy, time_limit_s=time_limit_s)
     at = {point.budget_bytes: point for point in points}
     return [
         TradeOffRow(

@@ -21,7 +21,8 @@ from bench.show.file_names import slug
 from bench.show.tables import print_table
 from bench.show.terminal import console, stage
 from bench.workloads.spec import WorkloadSpec
-from planner.ir import Graph, Op, Timing, TimingKind
+from planner.ir import Graph
+from planner.scaling import with_times_of
 from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes
@@ -145,7 +146,7 @@ class _Sweep:
         """Plan without running: op times and workspaces of the largest measured batch, scaled to this one."""
         source = self._largest_measured(measured_rows)
         if source is not None:
-            graph = scaled(graph, source)
+            graph = with_times_of(graph, source)
         problem = Problem.of(graph, self.budget, time_limit_s=self.time_limit_s)
         unplanned = problem.unplanned
         with stage(f"{spec.title}: planned, not run"):
@@ -184,30 +185,6 @@ def captured(spec: WorkloadSpec) -> tuple[Graph, str]:
     gc.collect()  # the model of the batch before
     traced = spec.capture(spec.make())
     return traced.graph, lack_of(traced, proven_steps=PROVEN_STEPS)
-
-
-def scaled(graph: Graph, measured: Graph) -> Graph:
-    """`graph` with the times and workspaces of the same ops at another batch size, in proportion to their tensors."""
-    known = {op.name: op for op in measured.ops}
-    ops = []
-    for op in graph.ops:
-        source = known.get(op.name)
-        if source is None:
-            ops.append(op)
-            continue
-        factor = _growth(graph, op, measured, source)
-        ops.append(replace(op, time_us=source.time_us * factor, workspace_bytes=round(source.workspace_bytes * factor)))
-    timing = Timing(kind=TimingKind.ESTIMATED, device=f"this machine, scaled from {measured.name}")
-    return replace(graph, ops=tuple(ops), timing=timing).validate()
-
-
-def _growth(graph: Graph, op: Op, measured: Graph, source: Op) -> float:
-    """How much larger the largest-grown tensor is that an op reads or makes: a weight's gradient reads the batch."""
-    now, before = (
-        [g.storages[g.values[v].storage].nbytes for v in (*o.inputs, *o.outputs)]
-        for g, o in ((graph, op), (measured, source))
-    )
-    return max((n / m for n, m in zip(now, before, strict=True) if m), default=1.0)
 
 
 def _common(spec: WorkloadSpec, solution: Solution) -> dict[str, Any]:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
         (["--synthetic", "tower", "--budget", "4 bananas"], "4 bananas"),
         (["--synthetic", "tower", "--budget", "0"], "nothing runs in no memory"),
         (["--synthetic", "tower", "--budget", "-3"], "-3"),
-        (["--graph", "no/such/graph.json"], "No such file or directory: no/such/graph.json"),
+        (["--graph", "no/such/graph.json"], "no/such/graph.json: there is no such file"),
         (["--synthetic", "tower", "--json", "no/such/folder/rows.json"], "No such file or directory"),
         (["--model", "resnet9000"], "unknown model 'resnet9000': there are resnet18"),
         (["--model", "resnet18", "--seq", "3"], "takes no --seq"),

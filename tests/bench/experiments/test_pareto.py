@@ -154,7 +154,7 @@ def test_a_saved_graph_gives_its_curve_and_a_budget_where_importing_torch_fails(
         (["--synthetic", "tower", "--budget-for", "5%", "--budget", "50%"], "--budget-for and --budget contradict"),
         (["--synthetic", "tower", "--budget-for", "5%", "--strategy", "ilp"], "--budget-for and --strategy contradict"),
         (["--synthetic", "tower", "--budget", "4 bananas"], "4 bananas"),
-        (["--graph", "no/such/graph.json"], "No such file or directory"),
+        (["--graph", "no/such/graph.json"], "there is no such file"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(arguments, said, capsys, monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from bench.experiments.sweep.figures import latency_label, reduction_label
 from bench.experiments.sweep.run import run_sweep, sweep_cells
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import FileFormatError
+from planner.scaling import with_times_of
 from planner.synthetic import residual_tower
 from profiler.measuring.memory import OutOfMemory
 
@@ -122,7 +123,7 @@ def test_a_row_over_budget_says_so_with_the_smallest_peak_found(tmp_path, capsys
 def test_times_scale_with_the_batch_also_where_only_what_an_op_reads_grows():
     few, many = (replace(SPEC, batch=n).capture(replace(SPEC, batch=n).make()).graph for n in (8, 32))
     timed = replace(few, ops=tuple(replace(op, time_us=100.0, workspace_bytes=64) for op in few.ops))
-    found = {op.name: op for op in bench.experiments.sweep.run.scaled(many, timed).ops}
+    found = {op.name: op for op in with_times_of(many, timed).ops}
     handled = {
         op.name: [
             (many.values[v].shape, few.values[w].shape)

@@ -242,7 +242,7 @@ def test_a_budget_above_the_peak_is_shown_as_nothing_to_do(tmp_path, capsys):
         (["--strategy", "mutwo,sqrtn"], "--strategy takes one here, not 2"),
         (["--budget", "50%,60%"], "--budget takes one here, not 2"),
         (["--budget", "4 bananas"], "4 bananas"),
-        (["--graph", "no/such/graph.json"], "No such file or directory"),
+        (["--graph", "no/such/graph.json"], "there is no such file"),
     ],
 )
 def test_bad_input_of_the_graph_command_is_one_line(arguments, said, capsys, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve
 from planner.synthetic import residual_tower, transformer
-from strategies.frontier import budget_for, pareto
+from strategies.frontier import budget_for, trade_off_curve
 from strategies.ilp.search import Ilp
 from strategies.mutwo.greedy import curve
 
@@ -19,7 +19,7 @@ def graph(request):
 
 
 def test_every_point_fits_its_budget_and_stands_above_its_bound(graph):
-    points = pareto(graph, ["100%", "80%", "60%", "10%"])
+    points = trade_off_curve(graph, ["100%", "80%", "60%", "10%"])
     assert [p.budget_bytes for p in points] == sorted((p.budget_bytes for p in points), reverse=True)
     assert points[0].overhead == 0
     for point in points:
@@ -34,7 +34,7 @@ def test_every_point_fits_its_budget_and_stands_above_its_bound(graph):
 
 
 def test_the_curve_falls_as_the_budget_rises_and_equals_single_solves_up_to_the_gap(graph):
-    points = [p for p in pareto(graph, ["90%", "75%", "60%"]) if p.plan is not None]
+    points = [p for p in trade_off_curve(graph, ["90%", "75%", "60%"]) if p.plan is not None]
     overheads = [p.overhead for p in points]
     assert overheads == sorted(overheads)
     for point in points:
