@@ -9,7 +9,7 @@ from typing import assert_never
 
 from planner.analysis import candidates, cannot_drop, liveness, temporaries
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, recomputation
+from planner.plan import Plan, recompute_us
 from planner.schedule import Schedule
 from planner.units import human_bytes
 from planner.walk import Freed, Ran, walk
@@ -60,7 +60,7 @@ class _Explainer:
 
     def _decision(self, storage: int) -> Decision:
         record, choice = self.graph.storages[storage], self._choice(storage)
-        cost = self._cost(storage) if choice is not Choice.NOT_A_CHOICE else None
+        cost = recompute_us(self.graph, storage, self.evicted) if choice is not Choice.NOT_A_CHOICE else None
         ops = self.graph.ops
         return Decision(
             storage=storage,
@@ -77,10 +77,6 @@ class _Explainer:
         if storage in self.evicted and storage in self.candidates:
             return Choice.RECOMPUTE
         return Choice.KEEP if storage in self.candidates else Choice.NOT_A_CHOICE
-
-    def _cost(self, storage: int) -> float:
-        """Run time of the ops that make `storage` from inputs and from what the plan keeps."""
-        return recomputation(self.graph, storage, lambda s: s not in self.evicted).time_us(self.graph)
 
     def _words(self, storage: int, choice: Choice, cost: float | None) -> str:
         graph = self.graph

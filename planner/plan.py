@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import fsum
@@ -13,7 +12,7 @@ from typing import SupportsIndex
 from planner import files
 from planner.analysis import cannot_drop, idle_after, liveness, rerun_reads, temporaries
 from planner.errors import FileFormatError, PlanError
-from planner.ir import Graph, Role
+from planner.ir import Graph
 
 PLAN_SCHEMA = 1
 NEVER_STAGE = 1 << 60  # later than any op
@@ -119,6 +118,11 @@ def recomputation(graph: Graph, storage: int, is_resident: Callable[[int], bool]
             else:
                 wanted.append(graph.maker[source])
     return Recomputation(frozenset(ops), frozenset(sources))
+
+
+def recompute_us(graph: Graph, storage: int, evicted: Container[int]) -> float:
+    """Run time of the ops that make `storage` from inputs and from what is not `evicted`."""
+    return recomputation(graph, storage, lambda s: s not in evicted).time_us(graph)
 
 
 def rerun_stages(graph: Graph, dropped: Collection[int]) -> list[int]:
@@ -240,34 +244,6 @@ def _check_eviction(graph: Graph, eviction: Eviction, last: dict[int, int]) -> N
     if after < last.get(storage, -1):
         raise PlanError(f"storage of {name!r} is evicted after op {after}, while it is still evicted")
     last[storage] = len(graph.ops) if before is None else before
-
-
-# -- a table for people -----------------------------------------------------------------------------------------
-
-
-def write_csv(path: str | Path, graph: Graph, plan: Plan) -> None:
-    """One row per activation: KEEP or RECOMPUTE, its size, what its own op costs, where it goes and returns."""
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["name", "module", "decision", "bytes", "op_time_us", "dropped_after", "restored_before"])
-        writer.writerows(_csv_rows(graph, plan))
-
-
-def _csv_rows(graph: Graph, plan: Plan) -> Iterable[list[object]]:
-    evictions: dict[int, list[Eviction]] = {}
-    for eviction in plan.evictions:
-        evictions.setdefault(eviction.storage, []).append(eviction)
-    for storage in graph.storages:
-        made = graph.maker[storage.id]
-        if storage.role is not Role.ACTIVATION or made is None or liveness(graph)[storage.id].idle_until is None:
-            continue  # what the backward never reads is no choice
-        gone = evictions.get(storage.id, [])
-        dropped = " ".join(graph.ops[e.free_after].name for e in gone)
-        restored = " ".join(graph.ops[e.restore_before].name for e in gone if e.restore_before is not None)
-        op = graph.ops[made]
-        decision = "RECOMPUTE" if gone else "KEEP"
-        name = graph.storage_names[storage.id]
-        yield [name, op.module_path, decision, storage.nbytes, op.time_us, dropped, restored]
 
 
 def with_bound(plan: Plan, *, lower_bound_us: float, bound_class: BoundClass) -> Plan:

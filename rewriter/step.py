@@ -13,6 +13,7 @@ from planner.errors import FileFormatError, PlannerError
 from planner.explain import Decision
 from planner.ir import Graph
 from planner.plan import Plan
+from planner.plan_table import write_plan_csv
 from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
 from planner.units import human_bytes
@@ -118,9 +119,13 @@ class CheckpointedStep:
         return "" if made is None else graph.ops[made].module_path
 
     def save(self, path: str | Path) -> None:
-        """Write the plan used last to a file that `checkpoint(..., plan=path)` reads."""
-        assert self.solution.plan is not None
-        self.solution.plan.save(path, self.solution.problem.graph)
+        """Write the plan used last to a file that `checkpoint(..., plan=path)` reads; `.csv`: as a table for people."""
+        plan, graph = self.solution.plan, self.solution.problem.graph
+        assert plan is not None
+        if Path(path).suffix.lower() == ".csv":
+            write_plan_csv(path, graph, plan)
+        else:
+            plan.save(path, graph)
 
     def prove(self, batch: Any, *, steps: int = 1) -> Verification:
         """Run your own step and the planned one from the state of now, and compare every bit; nothing is changed.

@@ -22,7 +22,7 @@ from planner.errors import NoPlan
 from planner.ir import Graph
 from planner.solve import Problem, Solution, solve_if_needed
 
-HELP = "Show the step before and after rewriting: text tables, DOT files, a page for the browser, the plan as a figure."
+HELP = "Show the step before and after rewriting: tables, DOT files, a page for the browser, the plan (figure, CSV)."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from bench.show.graph_page import page
 from bench.show.memory_figures import curve, draw_memory, unplanned_curve
 from bench.show.plan_figure import draw_plan
 from bench.show.schedule_table import executed, plan_title, sequence_text
+from planner.plan_table import write_plan_csv
 from planner.schedule import unplanned_schedule
 from planner.solve import Solution
 
@@ -18,9 +19,10 @@ MOST_LINES = 40
 
 
 def write_graph(out: Path, solution: Solution) -> list[Path]:
-    """before and after as .txt and .dot, graph.html with both side by side, plan.png and plan.txt."""
+    """before and after as .txt and .dot, graph.html with both side by side, plan.csv, plan.png and plan.txt."""
     graph, problem = solution.problem.graph, solution.problem
     assert solution.schedule is not None
+    assert solution.plan is not None
     before = executed(graph, unplanned_schedule(graph, in_place=problem.in_place))
     after = executed(graph, solution.schedule)
     texts = {
@@ -32,7 +34,8 @@ def write_graph(out: Path, solution: Solution) -> list[Path]:
     }
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8")
-    return [*(out / name for name in texts), *write_plan(out, solution)]
+    write_plan_csv(out / "plan.csv", graph, solution.plan)
+    return [*(out / name for name in texts), out / "plan.csv", *write_plan(out, solution)]
 
 
 def write_planned(out: Path, fitting: Sequence[tuple[str, Solution]], *, suffix: str) -> list[Path]:

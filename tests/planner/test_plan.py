@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from planner.analysis import candidates, cannot_drop, temporaries
 from planner.errors import FileFormatError, PlanError
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import BoundClass, Eviction, Plan, recompute_each_time, recompute_once, with_bound, write_csv
+from planner.plan import BoundClass, Eviction, Plan, recompute_each_time, recompute_once, with_bound
 from planner.schedule import Run, RunKind, lower
 from planner.simulator import simulate
 from planner.synthetic import Builder, chain, residual_tower
@@ -541,26 +540,3 @@ def test_a_bound_that_is_no_number_is_refused(saved):
     saved.write_text(json.dumps(document))
     with pytest.raises(FileFormatError, match="lower_bound_us: expected float, found nan"):
         Plan.load(saved, chain(3))
-
-
-def test_the_table_has_a_row_for_every_activation(tmp_path):
-    graph = residual_tower(1)
-    write_csv(tmp_path / "plan.csv", graph, recompute_once(graph, storages(graph, "b0_conv", "b0_relu")))
-    with (tmp_path / "plan.csv").open(newline="") as file:
-        rows = list(csv.reader(file))
-    assert rows == [
-        ["name", "module", "decision", "bytes", "op_time_us", "dropped_after", "restored_before"],
-        ["stem", "", "KEEP", "100", "8.0", "", ""],
-        ["b0_conv", "", "RECOMPUTE", "100", "8.0", "b0_norm", "b0_relu_bw"],
-        ["b0_norm.1", "", "KEEP", "8", "2.0", "", ""],
-        ["b0_relu", "", "RECOMPUTE", "100", "1.0", "b0_add", "b0_relu_bw"],
-        ["b0_add", "", "KEEP", "100", "1.0", "", ""],
-    ]
-
-
-def test_the_table_names_every_place_of_a_storage_that_is_evicted_twice(tmp_path):
-    graph = read_twice()
-    twice = Plan(evictions=(eviction(graph, "f", "g", "g_bw"), eviction(graph, "f", "g_bw", "f_bw")))
-    write_csv(tmp_path / "plan.csv", graph, twice)
-    lines = (tmp_path / "plan.csv").read_text().splitlines()
-    assert lines[1] == "f,,RECOMPUTE,100,5.0,g g_bw,g_bw f_bw"

@@ -1,6 +1,7 @@
 """The one-call API: under budget, equal to eager, and at home in an ordinary training loop."""
 
 import copy
+import csv
 import gc
 import re
 import warnings
@@ -668,6 +669,15 @@ def test_a_bound_that_was_proven_for_slower_ops_is_not_held_against_a_saved_plan
     proven = with_bound(made.plan, lower_bound_us=1e12, bound_class=BoundClass.RECOMPUTE_ONCE)
     proven.save(tmp_path / "plan.json", made.problem.graph)
     assert planned(make(), "50%", plan=tmp_path / "plan.json").solution.gap is None
+
+
+def test_a_plan_saved_as_csv_is_the_table_of_what_is_kept_and_recomputed(tmp_path):
+    made = planned(make(), "50%")
+    made.save(tmp_path / "plan.CSV")
+    rows = list(csv.DictReader((tmp_path / "plan.CSV").read_text().splitlines()))
+    dropped = [row["name"] for row in rows if row["decision"] == "RECOMPUTE"]
+    assert dropped == [d.name for d in made.solution.decisions if d.choice is Choice.RECOMPUTE]
+    assert {row["decision"] for row in rows} == {"CHECKPOINT", "RECOMPUTE"}
 
 
 def test_a_plan_for_another_graph_is_refused_and_nothing_is_changed(tmp_path):

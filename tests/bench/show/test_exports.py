@@ -213,7 +213,16 @@ def test_a_saved_graph_is_shown_in_a_process_where_importing_torch_fails(tmp_pat
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"before.txt", "after.txt", "before.dot", "after.dot", "graph.html", "plan.png", "plan.txt"}
+    assert names == {
+        "before.txt",
+        "after.txt",
+        "before.dot",
+        "after.dot",
+        "graph.html",
+        "plan.csv",
+        "plan.png",
+        "plan.txt",
+    }
     assert "recompute" in (tmp_path / "out" / "after.txt").read_text()
     assert "recompute" not in (tmp_path / "out" / "before.txt").read_text()
     assert (tmp_path / "out" / "plan.png").read_bytes().startswith(b"\x89PNG")
