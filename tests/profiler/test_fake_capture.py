@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from bench.workloads.zoo import bert, gpt2, resnet18, vit
 from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import simulate
@@ -13,9 +12,8 @@ from profiler import CaptureError, capture, capture_without_memory, measure
 from profiler.tracing.without_memory import without_memory
 from rewriter.replay import apply
 from tests.profiler.small import adam, make, mlp, plain, sgd
-
-SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2}
+from tests.rewriter import tiny
+from tests.shared import case_of
 
 
 class Tied(nn.Module):
@@ -43,23 +41,17 @@ def fused_adamw(model):
 
 
 WORKLOADS = {
-    "batch norm, dropout, sgd": lambda n: make(model=mlp, optimizer=sgd)(),
-    "fused adamw": lambda n: make(model=mlp, optimizer=fused_adamw)(),
-    "opaque adam": lambda n: make(model=plain, optimizer=adam)(),
-    "tied weights": lambda n: make(
-        tied_step, model=Tied, optimizer=fused_adamw, batch=lambda: torch.randint(0, 11, (n, 5))
-    )(),
-    "resnet18": lambda n: resnet18(n, image=32, classes=10),
-    "vit": lambda n: vit(n, image=32, patch=16, layers=2, heads=2, width=32, dropout=0.1),
-    "bert": lambda n: bert(n, seq=16, vocab_size=50, **SMALL_BERT),
-    "gpt2": lambda n: gpt2(n, seq=16, vocab_size=50, **SMALL_GPT2),
-}
+    "batch norm, dropout, sgd": make(model=mlp, optimizer=sgd),
+    "fused adamw": make(model=mlp, optimizer=fused_adamw),
+    "opaque adam": make(model=plain, optimizer=adam),
+    "tied weights": make(tied_step, model=Tied, optimizer=fused_adamw, batch=lambda: torch.randint(0, 11, (3, 5))),
+} | {name: tiny.ZOO[name] for name in ("resnet", "vit", "bert", "gpt2")}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_graph_is_that_of_real_tensors(name):
-    real = capture(*WORKLOADS[name](3)).graph
-    fake = capture_without_memory(WORKLOADS[name], 3).graph
+    real = case_of(WORKLOADS[name]).captured.graph
+    fake = capture_without_memory(lambda n: WORKLOADS[name](), 3).graph
     assert fake.fingerprint == real.fingerprint
     peaks = [simulate(graph, lower(graph, Plan())) for graph in (real, fake)]
     assert peaks[0].peak_bytes == peaks[1].peak_bytes
@@ -87,7 +79,7 @@ def test_making_without_memory_leaves_the_generators_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    capture_without_memory(lambda n: resnet18(n, image=32, classes=10), 2)
+    capture_without_memory(lambda n: tiny.resnet(), 8)
     assert torch.equal(torch.rand(3), expected)
 
 

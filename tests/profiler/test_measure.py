@@ -15,19 +15,15 @@ from planner.plan import Plan
 from planner.schedule import Run, lower
 from planner.simulator import simulate
 from profiler.errors import CaptureError
-from profiler.measuring.meters import CpuMeter, peak_above_start
+from profiler.measuring.meters import CpuMeter
 from profiler.measuring.op_times import TIMED_RUNS, measure
-from profiler.measuring.restoring import state_kept
 from profiler.ops import fresh, inplace_target, overload
 from profiler.tracing.whole_step import capture
-from rewriter.replay import apply
 from tests.profiler import small
+from tests.rewriter import tiny
+from tests.shared import case_of
 
 RUNS = 2 + TIMED_RUNS  # one to warm up, one that watches the allocator, and the timed ones
-BERT = {
-    "vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 128, "max_position_embeddings": 32,
-}  # fmt: skip
 
 
 def quietly(traced, batch, **options):
@@ -187,17 +183,6 @@ def test_the_median_of_the_runs_counts_and_the_warm_up_does_not():
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-def applied_peak(traced, batch):
-    """The allocator's peak of the rewritten but unplanned step, above what is live before it."""
-    module = apply(traced, lower(traced.graph, Plan()))
-    convention = traced.convention
-    with state_kept(convention.model, convention.optimizer):
-        convention.call(module, batch)
-        for p in convention.model.parameters():
-            p.grad = None
-        return peak_above_start(CpuMeter(), lambda: convention.call(module, batch))
-
-
 class Tagger(nn.Module):
     """A recurrent layer, whose kernel makes a workspace that no shape function knows of, for its backward."""
 
@@ -217,9 +202,9 @@ def frozen():
 
 
 STEPS = {
-    "ResNet-18": lambda: models.resnet18(4, image=64, classes=10),
-    "BERT": lambda: models.bert(4, seq=32, **BERT),
-    "BERT with eager attention": lambda: models.bert(4, seq=32, attention="eager", **BERT),
+    "ResNet": tiny.resnet,
+    "BERT": tiny.bert,
+    "BERT with eager attention": lambda: models.bert(4, seq=16, attention="eager", **tiny.BERT),
     "default Adam": small.make(optimizer=small.adam),
     "LSTM": small.make(model=Tagger, batch=lambda: (torch.randn(4, 5, 4), torch.randint(0, 3, (4,)))),
     "frozen weight": small.make(model=frozen),
@@ -228,17 +213,14 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_simulated_peak_of_the_unplanned_step_is_the_allocators(name):
-    torch.manual_seed(0)
-    step, model, optimizer, batch = STEPS[name]()
-    result = quietly(capture(step, model, optimizer, batch), batch)
-    predicted = simulate(result.graph, lower(result.graph, Plan())).above_start_bytes
-    assert predicted == pytest.approx(applied_peak(result.traced, batch), rel=1e-4)
+    case = case_of(STEPS[name])
+    schedule = lower(case.graph, Plan())
+    assert case.predicted(schedule) == pytest.approx(case.peak(schedule), rel=1e-4)
 
 
 def test_memory_before_and_at_the_peak_of_each_op_is_what_the_simulator_says():
-    torch.manual_seed(0)
-    step, model, optimizer, batch = models.bert(2, seq=16, **BERT)
-    result = quietly(capture(step, model, optimizer, batch), batch)
+    case = case_of(tiny.bert)
+    result = quietly(case.captured, case.batch)
     schedule = lower(result.graph, Plan())
     timeline = simulate(result.graph, schedule)
     during = [n for s, n in zip(schedule.steps, timeline.bytes_at, strict=True) if isinstance(s, Run)]
@@ -259,13 +241,6 @@ def test_the_opaque_optimizer_is_measured_with_the_memory_it_works_in():
 
 
 def test_sizes_that_only_the_kernel_knows_are_corrected():
-    torch.manual_seed(0)
-    step, model, optimizer, batch = STEPS["LSTM"]()
-    traced = capture(step, model, optimizer, batch)
-    result = quietly(traced, batch)
-    grown = [
-        result.graph.storage_names[s.id]
-        for s, before in zip(result.graph.storages, traced.graph.storages, strict=True)
-        if s.nbytes > before.nbytes
-    ]
-    assert len(grown) == 2, "one workspace per layer"
+    case = case_of(STEPS["LSTM"])
+    pairs = zip(case.graph.storages, case.captured.graph.storages, strict=True)
+    assert sum(s.nbytes > before.nbytes for s, before in pairs) == 2, "one workspace per layer"
