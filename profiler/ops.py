@@ -183,6 +183,8 @@ def why_never_rerun(node: fx.Node) -> str:
     op = overload(node)
     if op is None:
         return "runs the user's own optimizer" if isinstance(node.target, OpaqueStep) else "is not a torch op"
+    if op.namespace == "recompute_planner":
+        return "stands for what the caller does between forward and backward"
     if own_generators(node):
         return "draws from a generator of the user's"
     if node.target is not fresh and base_name(op) in _UNINITIALISED:
