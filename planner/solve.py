@@ -151,6 +151,17 @@ class Solution:
             return ()
         return explain(self.problem.graph, self.plan, self.schedule)
 
+    def explain(self, text: str = "") -> str:
+        """What was kept, dropped, why and at what cost, for every tensor whose name or module contains `text`."""
+        graph = self.problem.graph
+        made = {d.storage: graph.maker[d.storage] for d in self.decisions}
+        modules = {s: "" if op is None else graph.ops[op].module_path for s, op in made.items()}
+        words = text.split()
+        found = [d for d in self.decisions if all(word in f"{d.name} {modules[d.storage]}" for word in words)]
+        if not found:
+            return f"no tensor of the step has {text!r} in its name or module path"
+        return "\n".join(f"{d.name} ({modules[d.storage] or d.role.value}): {d.reason}" for d in found)
+
     def __str__(self) -> str:
         graph, timeline = self.problem.graph, self.timeline
         head = f"{self.strategy} on {graph.name}: {self.status.value}"

@@ -6,7 +6,20 @@ run_path(f"{__path__[0]}/../planner/shadowing.py")["check"](__path__[0], "planne
 
 from rewriter.api import checkpoint
 from rewriter.budgets import OverBudget
+from rewriter.model import PlannedModel, checkpoint_model, uncheckpoint
+from rewriter.passage import BackwardError
 from rewriter.proof import Verification, VerificationError, verify
 from rewriter.step import CheckpointedStep
 
-__all__ = ["CheckpointedStep", "OverBudget", "Verification", "VerificationError", "checkpoint", "verify"]
+__all__ = [
+    "BackwardError",
+    "CheckpointedStep",
+    "OverBudget",
+    "PlannedModel",
+    "Verification",
+    "VerificationError",
+    "checkpoint",
+    "checkpoint_model",
+    "uncheckpoint",
+    "verify",
+]

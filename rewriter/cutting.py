@@ -127,7 +127,11 @@ class _Cutter:
         return portions
 
     def _stage(
-        self, carried: Sequence[Any], nodes: Sequence[fx.Node], gradients: Sequence[Any], next_carried: Sequence[fx.Node]
+        self,
+        carried: Sequence[Any],
+        nodes: Sequence[fx.Node],
+        gradients: Sequence[Any],
+        following: Sequence[fx.Node],
     ) -> Callable[[list[Any]], tuple[list[Any], list[Any]]]:
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         given = graph.placeholder("carried")
@@ -145,7 +149,7 @@ class _Cutter:
             for source in node.all_input_nodes:
                 here(source)
             new[node] = graph.node_copy(node, here)
-        results = [[here(n) if isinstance(n, fx.Node) else n for n in group] for group in (gradients, next_carried)]
+        results = [[here(n) if isinstance(n, fx.Node) else n for n in group] for group in (gradients, following)]
         graph.output(tuple(results))
         return _compiled(self.module, graph, "PlannedBackward")
 

@@ -1,4 +1,4 @@
-"""A planned model's forward and backward on the autograd tape: gradients leave in stages, as the engine asks for them."""
+"""A planned model's forward and backward on the autograd tape: gradients leave it in stages, as they are complete."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Passage:
         token: Tensor | None = None
         stages = self.halves.stages
         for i in range(len(stages) - 1, 0, -1):
-            token = _Handover.apply(self, i, token, *(wanted[k] for k in stages[i].gradients))
-        returned: tuple[Any, ...] = _Forward.apply(self, token, *(wanted[k] for k in stages[0].gradients))
+            token = _Handover.apply(self, i, token, *(wanted[k] for k in stages[i].gradients))  # type: ignore[no-untyped-call]
+        first = [wanted[k] for k in stages[0].gradients]
+        returned: tuple[Any, ...] = _Forward.apply(self, token, *first)  # type: ignore[no-untyped-call]
         return returned
 
     def forward(self) -> tuple[list[Any], list[Any]]:
@@ -43,6 +44,9 @@ class Passage:
         inputs, self.inputs = self.inputs, []
         with below_autograd():
             returned, saved = self.halves.forward(*inputs)
+            given = {id(entry) for entry in inputs}
+            # The caller's own tensor must not get a place on the tape: return another that shares its memory.
+            returned = [tensor.detach() if id(tensor) in given else tensor for tensor in returned]
         return returned, [*saved, *(inputs[i] for i in self.halves.saved_inputs)]
 
     def split(self, saved: list[Any]) -> list[Tensor]:

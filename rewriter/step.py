@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from torch import fx
 
 from planner.errors import FileFormatError, PlannerError
-from planner.explain import Decision
 from planner.ir import Graph
 from planner.plan import Plan
 from planner.plan_table import write_plan_csv
@@ -105,18 +104,7 @@ class CheckpointedStep:
 
     def explain(self, text: str = "") -> str:
         """What was kept, dropped, why and at what cost, for every tensor whose name or module contains `text`."""
-        found = [d for d in self.solution.decisions if self._matches(d, text)]
-        if not found:
-            return f"no tensor of the step has {text!r} in its name or module path"
-        return "\n".join(f"{d.name} ({self._module_of(d) or d.role.value}): {d.reason}" for d in found)
-
-    def _matches(self, decision: Decision, text: str) -> bool:
-        return all(word in f"{decision.name} {self._module_of(decision)}" for word in text.split())
-
-    def _module_of(self, decision: Decision) -> str:
-        graph = self.solution.problem.graph
-        made = graph.maker[decision.storage]
-        return "" if made is None else graph.ops[made].module_path
+        return self.solution.explain(text)
 
     def save(self, path: str | Path) -> None:
         """Write the plan used last to a file that `checkpoint(..., plan=path)` reads; `.csv`: as a table for people."""

@@ -79,7 +79,8 @@ class Template:
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """The object anew, with other tensors."""
-        return copy.deepcopy(self.form, {_Mark: tensors})
+        memo: dict[Any, Any] = {_Mark: tensors}
+        return copy.deepcopy(self.form, memo)
 
 
 # -- the step ---------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class ForwardAndBackward:
 
     def __call__(self, model: nn.Module, _: Any, batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         args, kwargs = batch
-        self.template, tensors = Template.of(model._call_impl(*args, **kwargs))
+        self.template, tensors = Template.of(as_it_was(model, args, kwargs))
         self.trainable = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
         self.used = tuple(i for i in self.trainable if self._used is None or i in self._used)
         if not self.used:
@@ -110,6 +111,11 @@ class ForwardAndBackward:
         tangents = outside([outputs[i] for i in self.used], others)
         differentiated = [tensors[i] for i in self.used]
         return outputs, list(torch.autograd.grad(differentiated, wanted(model, batch), tangents, allow_unused=True))
+
+
+def as_it_was(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model, its hooks included, past whatever was put in the place of its call."""
+    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def wanted(model: nn.Module, batch: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from profiler.tracing import early_updates as updates
 from profiler.tracing.calling import BatchSlot, Convention
 from profiler.tracing.cleaning import clean
 from profiler.tracing.gpu_kernels import GpuKernels, Substitution, Target, as_on_gpu
+from profiler.tracing.joint import ForwardAndBackward
 from profiler.tracing.session import trace_step
 from profiler.tracing.typed_graph import lift
 from profiler.tracing.without_memory import fake_mode_of, made_without_memory
@@ -176,10 +178,11 @@ _HIDING = {
 def _refuse_hidden(train_step: TrainStep, model: nn.Module) -> None:
     if hasattr(train_step, "_torchdynamo_orig_callable"):
         raise CaptureError("the train step is compiled, and what it runs cannot be seen: pass the uncompiled function")
+    goes_past = isinstance(inspect.unwrap(train_step), ForwardAndBackward)  # whatever stands in for the model's call
     for path, module in model.named_modules():
         what = f"module {path}" if path else "the model"
         _refuse_kind(what, type(module))
-        if module._compiled_call_impl is not None:
+        if module._compiled_call_impl is not None and not (goes_past and not path):
             raise CaptureError(f"{what} is compiled, and {_COMPILED}")
     for name, param in model.named_parameters():
         _refuse_kind(f"parameter {name}", type(param))
