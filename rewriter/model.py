@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,28 @@ from torch.utils import _pytree as pytree
 
 import strategies
 from planner.errors import PlannerError
-from planner.ir import Graph
 from planner.simulator import Timeline
-from planner.solve import DEFAULT_TIME_LIMIT_S, Solution, Status, Strategy, solve_if_needed
+from planner.solve import DEFAULT_TIME_LIMIT_S, Problem, Solution, Status, Strategy, solve_if_needed
+from profiler.measuring.memory import live_bytes
+from profiler.measuring.meters import meter_for
 from profiler.tracing.calling import BufferSlot, Convention, ReturnOut
 from profiler.tracing.joint import (
     ForwardAndBackward,
     Template,
     as_it_was,
+    detached,
     joint_workload,
     kept_for_another_backward,
     wanted,
+    with_facts,
 )
 from profiler.workload import device_of
-from rewriter.budgets import check_budget, over_budget
+from rewriter.budgets import check_budget, margin_bytes, over_budget
 from rewriter.cutting import Halves, cut
 from rewriter.passage import Passage
-from rewriter.pipeline import Limit, ReadyStep, limit_of, prepare, proven
-from rewriter.proof import Verification, VerificationError
+from rewriter.pipeline import ReadyStep, budget_bytes, prepare, proven
+from rewriter.proof import Verification, VerificationError, compare, observe
+from rewriter.rehearsal import Call, Facts, Rehearsal, still_there
 
 log = logging.getLogger("recompute_planner")
 
@@ -53,15 +58,16 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelForm:
-    """One captured and planned form of the model: a shape of its inputs, and which outputs get gradients."""
+    """One captured and planned form of the model: a shape of its inputs, and what the caller does with its outputs."""
 
     ready: ReadyStep
+    facts: Facts
     solution: Solution
-    limit: Limit
     halves: Halves
     template: Template
     trainable: tuple[int, ...]
     used: tuple[int, ...]
+    output_count: int  # tensors that the model returns
     returned_slots: tuple[ReturnOut | BufferSlot, ...]
     receivers: tuple[int, ...]  # per gradient that the backward makes: which of `wanted` it is for
     verification: Verification | None = None
@@ -70,11 +76,10 @@ class ModelForm:
     def convention(self) -> Convention:
         return self.ready.traced.convention
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward on the tape."""
-        batch = (args, kwargs)
-        passage = Passage(self.halves, self.convention.gather(batch), trainable=self.trainable, used=self.used)
+    def run(self, model: nn.Module, batch: Any, *, on_backward: Callable[[Any], None]) -> Any:
+        """A forward on the tape; `on_backward` is told which outputs are still there when the backward begins."""
         everything = wanted(model, batch)
+        passage = Passage(self.halves, self.convention.gather(batch), trainable=self.trainable, used=self.used)
         tensors = passage.through([everything[i] for i in self.receivers])
         by_leaf = dict(enumerate(self.convention.result.leaves[: self.output_count]))
         for slot, tensor in zip(self.returned_slots, tensors, strict=True):
@@ -82,16 +87,11 @@ class ModelForm:
                 slot.owner._buffers[slot.key] = tensor
             else:
                 by_leaf[slot.leaf] = tensor
-        return self.template.filled([by_leaf[i] for i in range(self.output_count)])
-
-    @property
-    def output_count(self) -> int:
-        """How many tensors the model returns."""
-        return len(self.convention.result.leaves) - self.gradient_count
-
-    @property
-    def gradient_count(self) -> int:
-        return self.convention.result.tree.children()[1].num_leaves
+        outputs = [by_leaf[i] for i in range(self.output_count)]
+        # What the plan keeps for the backward is there in any case.
+        watched = {i: weakref.ref(output) for i, output in enumerate(outputs) if i in passage.unsaved}
+        passage.on_backward = lambda seen: on_backward((seen, still_there(watched)))
+        return self.template.filled(outputs)
 
 
 class PlannedModel:
@@ -104,7 +104,8 @@ class PlannedModel:
         self._model = weakref.ref(model)
         self._settings = settings
         self._forms: list[ModelForm] = []  # the most recently used first
-        self._used: dict[Any, frozenset[int]] = {}  # by the structure of a call: which outputs got gradients
+        self._facts: dict[Call, Facts] = {}
+        self._rehearsing: tuple[Call, Rehearsal] | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -151,112 +152,209 @@ class PlannedModel:
         """The model's forward: planned where a backward can follow, as it was everywhere else."""
         model = self._model()
         assert model is not None
-        if not torch.is_grad_enabled() or not wanted(model, (args, kwargs)):
+        batch = (args, kwargs)
+        self._learn()
+        if not torch.is_grad_enabled() or not wanted(model, batch):
             return as_it_was(model, args, kwargs)
-        form = self._form_for(model, args, kwargs)
-        return self._rehearsed(model, args, kwargs) if form is None else form(model, args, kwargs)
+        call = Call.of(model, batch)
+        if call not in self._facts:
+            rehearsal = Rehearsal(meter_for(device_of(model)))
+            self._rehearsing = call, rehearsal
+            return rehearsal.forward(model, args, kwargs)
+        form = self._form_for(model, batch, self._facts[call])
+        return form.run(model, batch, on_backward=lambda seen: self._check_facts(call, *seen))
 
-    def _form_for(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelForm | None:
-        """The form that this call has, made where it has to be; None where it has to be rehearsed first."""
-        key = _structure(model, args, kwargs)
-        if key not in self._used:
-            return None
+    def _learn(self) -> None:
+        """What the rehearsal has seen, if one is over."""
+        if self._rehearsing is None:
+            return
+        (call, rehearsal), self._rehearsing = self._rehearsing, None
+        facts = rehearsal.facts()
+        if facts is not None:
+            self._facts[call] = facts
+
+    def _check_facts(self, call: Call, used: frozenset[int], held: frozenset[int]) -> None:
+        """Notice a caller who does something else than was seen at first: the next forward is planned for that."""
+        known = self._facts[call]
+        if used == known.used and held <= known.held:
+            return
+        if not held <= known.held:
+            warnings.warn(
+                f"outputs {sorted(held - known.held)} of the planned model are held until its backward, which was not "
+                "so when it was planned: this step may need more memory than predicted; the next one is planned anew",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._facts[call] = replace(known, used=used, held=known.held | held)
+
+    def _form_for(self, model: nn.Module, batch: Any, facts: Facts) -> ModelForm:
         wrong: list[str] = []
         for i, form in enumerate(self._forms):
-            found = form.convention.check((args, kwargs)) if frozenset(form.used) == self._used[key] else ["used"]
+            found = form.convention.check(batch) if form.facts == facts else ["the caller does something else with it"]
             if not found:
                 if i:
                     self._forms.insert(0, self._forms.pop(i))
                 return form
             wrong = wrong or found
         if self._forms:
-            more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
-            log.info("the model is captured and planned anew, because %s%s", "; ".join(wrong[:2]), more)
-        self._forms.insert(0, self._prepared(model, args, kwargs, self._used[key]))
+            log.info("the model is captured and planned anew, because %s", "; ".join(wrong[:2]))
+        self._forms.insert(0, _Planner(model, batch, facts, self._settings).form())
         del self._forms[self._settings.most_shapes :]
         return self._forms[0]
 
-    # -- rehearsal ------------------------------------------------------------------------------------------
 
-    def _rehearsed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward of the model as it was, which learns what the caller does with its outputs."""
-        template, tensors = Template.of(as_it_was(model, args, kwargs))
-        key, used = _structure(model, args, kwargs), set[int]()
-        # Views: the model may use its own outputs too (logits in its loss), which is nothing that the caller does.
-        outputs = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
-        for i, output in enumerate(outputs):
-            if output.requires_grad:
-                output.register_hook(self._noting(key, used, i))  # type: ignore[no-untyped-call]
-        return template.filled(outputs)
+# -- from a call to a plan ----------------------------------------------------------------------------------------
 
-    def _noting(self, key: Any, used: set[int], index: int) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            used.add(index)
-            self._used[key] = frozenset(used)
 
-        return note
+class _Planner:
+    """One call of the model on its way to a form."""
 
-    # -- plans ----------------------------------------------------------------------------------------------
+    def __init__(self, model: nn.Module, batch: Any, facts: Facts, settings: ModelSettings) -> None:
+        self.model = model
+        self.batch = detached(batch)
+        self.facts = facts
+        self.settings = settings
+        self.accumulating = Call.of(model, batch).accumulating
 
-    def _prepared(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], used: frozenset[int]
-    ) -> ModelForm:
-        settings = self._settings
-        workload = joint_workload(model, args, kwargs, used=used)
-        ready = prepare(workload, [settings.budget], show_progress=settings.show_progress)
-        ready = _with_graph(ready, kept_for_another_backward(ready.graph))
-        limit = limit_of(ready, settings.budget, in_place=True, keeps_all=ready.as_it_is)
-        problem = limit.problem(ready.graph, time_limit_s=settings.time_limit_s, in_place=True)
+    def form(self) -> ModelForm:
+        """Captured, measured, planned and proven; OverBudget before anything is changed."""
+        args, kwargs = self.batch
+        workload = joint_workload(self.model, args, kwargs, used=self.facts.used)
+        ready = prepare(workload, [self.settings.budget], show_progress=self.settings.show_progress)
+        ready = self._as_called(ready)
+        form = self._form(ready, self._solved(ready))
+        verification = self._verified(form)
+        solution = proven(form.solution, verification, why_not="prove=False")
+        unbound = replace(ready, workload=workload._replace(batch=None))  # a batch is not kept alive
+        return replace(form, ready=unbound, solution=solution, verification=verification)
+
+    def _as_called(self, ready: ReadyStep) -> ReadyStep:
+        """The measured graph with what is known of the caller in it."""
+        traced, convention = ready.traced, ready.traced.convention
+        (output,) = traced.module.graph.find_nodes(op="output")
+        position = {node: v for v, node in enumerate(traced.value_nodes)}
+        first = _output_count(convention)
+        let_go = {
+            position[node]
+            for slot, node in zip(convention.outputs, output.args[0], strict=True)
+            if isinstance(slot, ReturnOut) and slot.leaf < first and slot.leaf not in self.facts.held
+        }
+        graph = with_facts(
+            kept_for_another_backward(traced.graph),
+            let_go=let_go & set(traced.graph.outputs),
+            outside_bytes=self.facts.outside_bytes,
+            gradients_leave=self.accumulating,
+        )
+        return replace(ready, measured=replace(ready.measured, traced=replace(traced, graph=graph)))
+
+    def _solved(self, ready: ReadyStep) -> Solution:
+        settings, graph = self.settings, ready.graph
+        limit = budget_bytes(graph, settings.budget, device_of(self.model)) - self._elsewhere_bytes()
+        margin = margin_bytes(graph, limit)
+        problem = Problem(graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s)
         solution = solve_if_needed(problem, settings.strategy, label=settings.label)
         if solution.status is not Status.FITS:
-            raise over_budget(solution, limit.nbytes, limit.margin_bytes)
-        verification = self._verified(ready, solution, workload.batch)
-        return _form(ready, proven(solution, verification, why_not="prove=False"), limit, verification)
+            raise over_budget(solution, limit, margin)
+        return solution
 
-    def _verified(self, ready: ReadyStep, solution: Solution, batch: Any) -> Verification | None:
-        if not self._settings.prove:
+    def _elsewhere_bytes(self) -> int:
+        """What of a budget in bytes is taken by tensors that are no part of the model's step: optimizer state, others.
+
+        A share of what the step adds has nothing to do with them, and what is free leaves them out already.
+        """
+        budget = self.settings.budget
+        if isinstance(budget, str) and (budget.rstrip().endswith("%") or budget == "auto"):
+            return 0
+        own = [*self.model.parameters(), *self.model.buffers()]
+        own += [leaf for leaf in pytree.tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+        return live_bytes(device_of(self.model), without=own)
+
+    def _form(self, ready: ReadyStep, solution: Solution) -> ModelForm:
+        step, convention = ready.workload.train_step, ready.traced.convention
+        assert isinstance(step, ForwardAndBackward)
+        assert step.template is not None
+        assert solution.schedule is not None
+        first = _output_count(convention)
+        gradients = {
+            i: slot.leaf - first
+            for i, slot in enumerate(convention.outputs)
+            if isinstance(slot, ReturnOut) and slot.leaf >= first
+        }
+        rest = [slot for i, slot in enumerate(convention.outputs) if i not in gradients]
+        return ModelForm(
+            ready=ready,
+            facts=self.facts,
+            solution=solution,
+            halves=cut(ready.replayed(solution.schedule).module, gradients=list(gradients)),
+            template=step.template,
+            trainable=step.trainable,
+            used=step.used,
+            output_count=first,
+            returned_slots=tuple(slot for slot in rest if isinstance(slot, (ReturnOut, BufferSlot))),
+            receivers=tuple(gradients.values()),
+        )
+
+    # -- proof ----------------------------------------------------------------------------------------------
+
+    def _verified(self, form: ModelForm) -> Verification | None:
+        if not self.settings.prove:
             return None
-        if not ready.as_it_is:
+        if not form.ready.as_it_is:
             warnings.warn("this plan is unproven: the model as it is does not fit in memory", UserWarning, stacklevel=6)
             return None
-        assert solution.schedule is not None
-        found = ready.proof(ready.replayed(solution.schedule), solution, batch, steps=1)
+        assert form.solution.timeline is not None
+        touched = form.ready.touched(self.batch)
+        calls: list[Callable[[Any], Any]] = [
+            lambda batch: as_it_was(self.model, *batch),
+            lambda batch: form.run(self.model, batch, on_backward=lambda _: None),
+        ]
+        eager, planned = (observe(partial(self._trial, call), touched, self.batch, steps=1) for call in calls)
+        found = compare(eager, planned, predicted_peak_bytes=form.solution.timeline.above_start_bytes)
         if not found.exact:
             raise VerificationError(f"the planned model differs from yours: {found}. Nothing was changed")
         return found
 
-
-def _form(ready: ReadyStep, solution: Solution, limit: Limit, verification: Verification | None) -> ModelForm:
-    step, convention = ready.workload.train_step, ready.traced.convention
-    assert isinstance(step, ForwardAndBackward)
-    assert step.template is not None
-    assert solution.schedule is not None
-    first = convention.result.tree.children()[0].num_leaves
-    is_gradient = [isinstance(slot, ReturnOut) and slot.leaf >= first for slot in convention.outputs]
-    gradients = [i for i, yes in enumerate(is_gradient) if yes]
-    leaves = [slot.leaf for slot in convention.outputs if isinstance(slot, ReturnOut) and slot.leaf >= first]
-    kept = [slot for slot, yes in zip(convention.outputs, is_gradient, strict=True) if not yes]
-    return ModelForm(
-        ready=replace(ready, workload=ready.workload._replace(batch=None)),  # a batch is not kept alive
-        solution=solution,
-        limit=limit,
-        halves=cut(ready.replayed(solution.schedule).module, gradients=gradients),
-        template=step.template,
-        trainable=step.trainable,
-        used=step.used,
-        returned_slots=tuple(slot for slot in kept if isinstance(slot, (ReturnOut, BufferSlot))),
-        receivers=tuple(leaf - first for leaf in leaves),
-        verification=verification,
-    )
+    def _trial(self, call: Callable[[Any], Any], batch: Any) -> list[Tensor | None]:
+        """Forward and backward as the caller does them: outputs (or, of those that are let go, digests), gradients."""
+        _, tensors = Template.of(call(batch))
+        shown: list[Tensor | None] = [t if i in self.facts.held else digest(t) for i, t in enumerate(tensors)]
+        loss = _Seed.apply(*(tensors[i] for i in sorted(self.facts.used)))  # type: ignore[no-untyped-call]
+        del tensors
+        return shown + list(torch.autograd.grad(loss, wanted(self.model, batch), allow_unused=True))
 
 
-def _with_graph(ready: ReadyStep, graph: Graph) -> ReadyStep:
-    return replace(ready, measured=replace(ready.measured, traced=replace(ready.traced, graph=graph)))
+class _Seed(torch.autograd.Function):
+    """A loss that holds nothing of the outputs, and sends ones back to them."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(o.shape, o.stride(), o.dtype, o.device) for o in outputs]
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
+            for size, stride, dtype, device in ctx.like
+        )
 
 
-def _structure(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call looks like, apart from sizes: by it, what the caller does with the outputs is remembered."""
-    return pytree.tree_structure((args, kwargs)), model.training
+DIGESTED_AT_ONCE = 2**12
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A number that differs where any bit does, all but surely; made in little memory."""
+    words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in torch.split(words, DIGESTED_AT_ONCE):
+        factors = torch.arange(1, len(piece) + 1, dtype=torch.int64, device=tensor.device) * 0x9E3779B1
+        total = total * 0x5851F42D + ((piece.to(torch.int64) + 1) * (factors ^ (factors >> 15))).sum()
+    return total
+
+
+def _output_count(convention: Convention) -> int:
+    """How many tensors the model returns: the step returns them first, then gradients."""
+    return convention.result.tree.children()[0].num_leaves
 
 
 # -- the door -----------------------------------------------------------------------------------------------------
@@ -279,8 +377,8 @@ def checkpoint_model(
     about it, and `uncheckpoint(model)` puts the model back.
     """
     chosen = strategies.make(strategy) if isinstance(strategy, str) else strategy
-    check_budget(budget, device_of(model))
     _check_model(model)
+    check_budget(budget, device_of(model))
     settings = ModelSettings(
         budget=budget,
         strategy=chosen,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from planner.errors import PlannerError
+from profiler.ops import memory_of
 from profiler.tracing.calling import below_autograd
 from rewriter.cutting import Halves
 
@@ -28,6 +29,8 @@ class Passage:
         self.others: list[Any] = []  # what is saved and no tensor
         self.places: list[bool] = []  # which entries of what is saved are tensors
         self.carried: list[Any] = []  # between stages of the backward
+        self.unsaved: frozenset[int] = frozenset()  # returned, and not kept for the backward by the plan itself
+        self.on_backward: Callable[[frozenset[int]], None] = lambda _: None  # told which outputs get gradients
 
     def through(self, wanted: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the forward returns; on the tape, `wanted` get their gradients stage by stage."""
@@ -47,6 +50,8 @@ class Passage:
             given = {id(entry) for entry in inputs}
             # The caller's own tensor must not get a place on the tape: return another that shares its memory.
             returned = [tensor.detach() if id(tensor) in given else tensor for tensor in returned]
+        kept = {memory_of(entry)._cdata for entry in saved if isinstance(entry, Tensor)}
+        self.unsaved = frozenset(i for i, tensor in enumerate(returned) if memory_of(tensor)._cdata not in kept)
         return returned, [*saved, *(inputs[i] for i in self.halves.saved_inputs)]
 
     def split(self, saved: list[Any]) -> list[Tensor]:
@@ -75,6 +80,7 @@ class Passage:
     def check(self, tangents: Sequence[Tensor | None]) -> None:
         """BackwardError where other outputs get a gradient than the plan was made for."""
         seen = tuple(i for i, tangent in enumerate(tangents) if tangent is not None and i in self.trainable)
+        self.on_backward(frozenset(seen))
         if seen != self.used:
             raise BackwardError(
                 f"gradients came back for outputs {list(seen)} of the model, and it was planned for {list(self.used)} "

@@ -51,6 +51,7 @@ class _Replay:
         self.traced = traced
         self.new = fx.Graph()
         self.current: dict[fx.Node, fx.Node] = {}
+        self.first: dict[fx.Node, fx.Node] = {}  # as each was first made: what a freed output was
         self.states: dict[int, fx.Node] = {}  # op -> its saved generator state
         for node in traced.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -108,9 +109,10 @@ class _Replay:
                 )
                 item.meta = dict(captured.meta)
                 self.current[captured] = item
+            self.first.setdefault(captured, self.current[captured])
 
     def finish(self) -> fx.GraphModule:
         (output,) = self.traced.module.graph.find_nodes(op="output")
-        self.new.output(fx.node.map_arg(output.args[0], self.current.__getitem__))
+        self.new.output(fx.node.map_arg(output.args[0], lambda node: self.first.get(node) or self.current[node]))
         self.new.lint()
         return fx.GraphModule(self.traced.module, self.new, class_name="PlannedStep")

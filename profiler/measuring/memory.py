@@ -6,11 +6,13 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.errors import PlannerError
 
@@ -100,3 +102,25 @@ def _entry(file: Path, name: str) -> int:
 def _number(file: Path) -> int | None:
     text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
+
+
+def live_bytes(device: torch.device, *, without: Iterable[Tensor], api: Any = torch.cuda) -> int:
+    """What tensors hold on a device now, those that share memory with `without` left out.
+
+    On the CPU, where no allocator tells, every tensor that Python knows of is counted.
+    """
+    known = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in without if t.layout == torch.strided}
+    if device.type == "cuda":
+        return int(api.memory_allocated(device) - sum(known.values()))
+    seen: dict[int, int] = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), Tensor) and type(found).__module__.partition(".")[0] == "torch":
+            _count(found, device, seen)
+    return sum(nbytes for key, nbytes in seen.items() if key not in known)
+
+
+def _count(tensor: Tensor, device: torch.device, seen: dict[int, int]) -> None:
+    if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or tensor.device != device:
+        return
+    storage = tensor.untyped_storage()
+    seen[storage._cdata] = storage.nbytes()

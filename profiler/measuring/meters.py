@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,19 @@ class Meter(Protocol):
     def memory_probe(self) -> Any:
         """A context manager that gives a MemoryProbe; its samples are there once it is left."""
 
+    def watch(self) -> Watch | None:
+        """Watch the allocator from now on, across whatever the caller does; None where somebody else does already."""
+
+
+class Watch(Protocol):
+    """A look at the allocator that began when it was made."""
+
+    def mark(self) -> None:
+        """A new span begins."""
+
+    def end(self) -> list[int]:
+        """By how much memory rose at most above what it was at the beginning of each span."""
+
 
 def meter_for(device: torch.device) -> Meter:
     """The meter of the device that a model lies on."""
@@ -82,6 +96,45 @@ class CpuMeter:
             probe = CpuProbe()
             yield probe
         probe.read(session.kineto_results.events())
+
+    def watch(self) -> CpuWatch | None:
+        return None if torch.autograd._profiler_enabled() else CpuWatch()  # type: ignore[attr-defined]
+
+
+class CpuWatch:
+    """The allocator's events from a beginning to an end that lie in different places of the caller's code.
+
+    It must not end inside of a backward: the engine would put the profiler's state back.
+    """
+
+    _MARK = "profiler.watch."
+
+    def __init__(self) -> None:
+        self._session = profile(use_cpu=True, use_kineto=True, profile_memory=True)
+        self._session.__enter__()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        with record_function(self._MARK):
+            pass
+
+    def end(self) -> list[int]:
+        self._session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        assert self._session.kineto_results is not None
+        events = self._session.kineto_results.events()
+        marks = sorted(e.start_ns() for e in events if e.name() == self._MARK)
+        rises, live, before, span = [0] * (len(marks) + 1), 0, 0, 0
+        for moment_ns, nbytes in _changes(events):
+            if bisect_right(marks, moment_ns) > span:
+                before, span = live, bisect_right(marks, moment_ns)
+            live += nbytes
+            rises[span] = max(rises[span], live - before)
+        return rises
+
+
+def _changes(events: Any) -> list[tuple[int, int]]:
+    """When the allocator gave or took memory, and how much."""
+    memory = (e for e in events if e.name() == "[memory]" and e.device_type().name == "CPU")
+    return sorted((e.start_ns(), e.nbytes()) for e in memory)
 
 
 class CpuStopwatch:
@@ -121,9 +174,7 @@ class CpuProbe:
 
     def read(self, events: Any) -> None:
         """Turn the profiler's events into samples, one per call."""
-        changes = sorted(
-            (e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type().name == "CPU"
-        )
+        changes = _changes(events)
         marks = [e for e in events if e.name().startswith(self._MARK)]
         spans = sorted((int(e.name().removeprefix(self._MARK)), e.start_ns(), e.duration_ns()) for e in marks)
         live = position = 0
@@ -160,6 +211,29 @@ class CudaMeter:
     def memory_probe(self) -> Iterator[CudaProbe]:
         self._api.synchronize(self._device)
         yield CudaProbe(self._api, self._device)
+
+    def watch(self) -> CudaWatch:
+        return CudaWatch(self._api, self._device)
+
+
+class CudaWatch:
+    """The allocator's highest mark, read and set back at each mark of ours."""
+
+    def __init__(self, api: Any, device: torch.device) -> None:
+        self._api = api
+        self._device = device
+        self._before = api.memory_allocated(device)
+        self._rises: list[int] = []
+        api.reset_peak_memory_stats(device)
+
+    def mark(self) -> None:
+        self._rises.append(int(self._api.max_memory_allocated(self._device) - self._before))
+        self._before = self._api.memory_allocated(self._device)
+        self._api.reset_peak_memory_stats(self._device)
+
+    def end(self) -> list[int]:
+        self.mark()
+        return self._rises
 
 
 class CudaStopwatch:

@@ -7,7 +7,7 @@ the two passes are one closed graph, so that capture, measuring, planning and re
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from planner.ir import Graph, Op, Phase
+from planner.ir import Graph, Op, Phase, Role
 from profiler.errors import CaptureError
 from profiler.workload import Workload
 
@@ -33,6 +33,7 @@ def _outside_without_memory(used: list[Tensor], others: list[Tensor]) -> list[Te
 
 
 OUTSIDE = torch.ops.recompute_planner.outside.default
+OUTSIDE_NAME = "recompute_planner.outside.default"
 
 
 # -- what a model returns ---------------------------------------------------------------------------------------
@@ -137,20 +138,40 @@ def detached(batch: Any) -> Any:
 
 
 def kept_for_another_backward(graph: Graph) -> Graph:
-    """The graph without in-place forms in the backward that write over what the forward left for it.
+    """The graph without in-place forms that write over what the forward leaves to its caller or its backward.
 
     A caller may go backward twice (`retain_graph=True`): what was saved has to be there again.
     """
+    left = {graph.values[v].storage for v in graph.outputs}
+    left |= {s for op in graph.ops if op.phase is Phase.BACKWARD for s in graph.reads[op.id]}
+    made_before = {s for s in left if _made_before(graph, s)}
 
     def kept(op: Op) -> Op:
-        if op.phase is not Phase.BACKWARD or not op.overwritable:
-            return op
-        fresh = tuple(v for v in op.overwritable if not _made_before(graph, v))
+        fresh = tuple(v for v in op.overwritable if graph.values[v].storage not in made_before)
         return op if fresh == op.overwritable else replace(op, overwritable=fresh)
 
     return replace(graph, ops=tuple(kept(op) for op in graph.ops)).validate()
 
 
-def _made_before(graph: Graph, value: int) -> bool:
-    made = graph.maker[graph.values[value].storage]
+def _made_before(graph: Graph, storage: int) -> bool:
+    made = graph.maker[storage]
     return made is None or graph.ops[made].phase is Phase.FORWARD
+
+
+def with_facts(graph: Graph, *, let_go: Collection[int], outside_bytes: int, gradients_leave: bool) -> Graph:
+    """The graph as the caller runs it.
+
+    `let_go` are values that the caller does not hold when the backward begins; `outside_bytes` is what it allocates
+    between the two passes. Where `gradients_leave`, they are added to what parameters have already, and freed.
+    """
+    turn = next(op.id for op in graph.ops if op.target == OUTSIDE_NAME)
+    tangent_bytes = sum(graph.storages[s].nbytes for s in graph.makes[turn])
+    ops = list(graph.ops)
+    ops[turn] = replace(ops[turn], workspace_bytes=max(0, outside_bytes - tangent_bytes))
+    leaving = {v for v in graph.outputs if gradients_leave and _is_gradient(graph, v)}
+    outputs = tuple(v for v in graph.outputs if v not in let_go and v not in leaving)
+    return replace(graph, ops=tuple(ops), outputs=outputs).validate()
+
+
+def _is_gradient(graph: Graph, value: int) -> bool:
+    return graph.storages[graph.values[value].storage].role is Role.GRADIENT
