@@ -33,13 +33,18 @@ from profiler.tracing.gpu_kernels import GpuKernels
 from profiler.tracing.guards import (
     PLAIN,
     Autocast,
+    BatchGuard,
+    Fixed,
     Guards,
+    Held,
     ModuleGuard,
+    Modules,
+    OptimizerGuard,
+    Reach,
+    Switches,
     TensorGuard,
-    TensorSpec,
-    Values,
-    held_values,
     hooks_of,
+    learning,
 )
 from profiler.tracing.inputs import StandIns
 from profiler.tracing.learning_rates import Rate, RatesKept, make_rates_live
@@ -135,7 +140,6 @@ class _Session:
         self.args: dict[InputSlot, Tensor] = {}  # the stand-ins as the tracer hands them to the step
         self.stepped_groups: set[int] = set()
         self.outside_reads: set[tuple[int, str]] = set()
-        self.values: tuple[Values, ...] = ()  # plain values that the step may have read, and did not change
 
     # -- the trace ----------------------------------------------------------------------------------------
 
@@ -143,6 +147,8 @@ class _Session:
         """Trace; the user's objects are as before when this returns or raises."""
         slots = list(self.stand_ins.inputs)
         outcomes: list[_Outcome] = []
+        self.reach = Reach(train_step, self.model, self.optimizer)  # before anything is put in the place of another
+        self.held = Held(self.reach)
 
         def flat(*args: Tensor) -> list[Tensor]:
             self.args = dict(zip(slots, args, strict=True))
@@ -164,6 +170,7 @@ class _Session:
                     "the step draws from Python's or numpy's random numbers, which a graph cannot do: draw "
                     "them outside and pass them in the batch, or use torch's generator"
                 )
+        self.held.close()
         kept = self._keep_used_inputs(module, slots)
         kept += self._make_rates_live(module)
         return Trace(
@@ -193,10 +200,10 @@ class _Session:
             live = self.stand_ins.params | self.stand_ins.buffers
             stack.enter_context(Redirect({key: self.args[slot] for key, slot in live.items()}))
             training = [(module, module.training) for module in self.model.modules()]
-            values, resets = held_values(self.model, train_step), list[int]()
-            with noted_generator_resets(lambda: resets.append(len(self.tracer.graph.nodes))):
-                result = train_step(self.model, self.optimizer, self._batch())
-            self.values = tuple(held.settled() for held in values)
+            resets, batch = list[int](), self._batch()
+            with noted_generator_resets(lambda: resets.append(len(self.tracer.graph.nodes))), learning(self.reach):
+                result = train_step(self.model, self.optimizer, batch)
+            self.held.settle()
             self._refuse_draws_after(resets)
             outcome = self._collect(result, training)
         for slot, tensor in self.args.items():
@@ -447,21 +454,25 @@ class _Session:
         baked = set(self.outside_reads)
         if not self.opaque_reason:
             baked |= {(i, key) for i, group in enumerate(groups) for key in _numbers(group) if key != "lr"}
+        named = [(slot, slot.tensor()) for slot in self.stand_ins.named()]
+        beside = self.held.tensors(without=[tensor for _, tensor in named])
         return Guards(
-            batch_tree=self.stand_ins.batch_tree,
-            batch_leaves=tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in self.stand_ins.batch_leaves),
+            batch=BatchGuard.of(pytree.tree_unflatten(self.stand_ins.batch_leaves, self.stand_ins.batch_tree)),
             surroundings=(
-                *(ModuleGuard.of(path, module) for path, module in self.model.named_modules()),
-                *self.values,
-                *(TensorGuard.of(slot, slot.tensor()) for slot in self.stand_ins.named()),
                 *Autocast.now(tensor.device.type for tensor in self.stand_ins.inputs.values()),
+                Switches.now(),
+                Modules(
+                    [ModuleGuard.of(path, module) for path, module in self.held.modules()],
+                    [TensorGuard.of(slot, tensor) for slot, tensor in named]
+                    + [TensorGuard.of(Fixed(name=path, held=tensor), tensor) for path, tensor in beside],
+                ),
+                self.held,
             ),
-            groups=tuple(tuple(group["params"]) for group in groups),
-            numbers=tuple((i, key, groups[i].get(key)) for i, key in sorted(baked)),
-            traced_optimizer=not self.opaque_reason,
+            optimizer=OptimizerGuard.of(self.optimizer, baked=baked, traced=not self.opaque_reason),
             gradients=tuple(
                 (p, p in read) for p in self.stand_ins.params.values() if p in read or p in self.stand_ins.absent
             ),
+            changes=self.held.changes,
         )
 
 

@@ -1,0 +1,85 @@
+"""The batch as the graph assumes it: its tree, the tensors in it, and those plain values that the step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from profiler.tracing.guards.exact import exactly_equal, was_and_is
+from profiler.tracing.guards.tensors import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLeaf:
+    """A tensor of the batch: what it is, and the first leaf that is the same tensor."""
+
+    spec: TensorSpec
+    requires_grad: bool
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainLeaf:
+    """A plain value of the batch, and where it lies in it."""
+
+    value: Any
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchGuard:
+    """A batch as it was; a leaf that the step never reads is None."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[TensorLeaf | PlainLeaf | None, ...]
+
+    @staticmethod
+    def of(batch: Any, *, unread: Sequence[int] = ()) -> BatchGuard:
+        """The guard that `batch` meets."""
+        leaves, tree = pytree.tree_flatten(batch)
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+        first = _firsts(leaves)
+        found: list[TensorLeaf | PlainLeaf | None] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                spec = TensorSpec.of(leaf)
+                found.append(TensorLeaf(spec=spec, requires_grad=leaf.requires_grad, first=first[i]))
+            else:
+                found.append(None if i in unread else PlainLeaf(value=leaf, path=paths[i]))
+        return BatchGuard(tree=tree, leaves=tuple(found))
+
+    def mismatches(self, batch: Any) -> Iterator[str]:
+        """What differs, one sentence each."""
+        leaves, tree = pytree.tree_flatten(batch)
+        if tree != self.tree:
+            yield f"the batch was a {self.tree} and is a {tree}"
+            return
+        firsts = _firsts(leaves)
+        for i, (then, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if isinstance(then, TensorLeaf):
+                yield from _tensor_mismatches(i, then, leaf, firsts[i])
+            elif isinstance(then, PlainLeaf) and not exactly_equal(then.value, leaf):
+                yield was_and_is(f"batch leaf {i} (batch{then.path})", then.value, leaf)
+
+
+def _firsts(leaves: Sequence[Any]) -> list[int]:
+    """For each leaf the first one that is the same tensor."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
+
+
+def _tensor_mismatches(i: int, then: TensorLeaf, leaf: Any, first: int) -> Iterator[str]:
+    if not isinstance(leaf, Tensor):
+        yield f"batch leaf {i} was {then.spec} and is {leaf!r}"
+        return
+    if not then.spec.fits(leaf):
+        yield f"batch leaf {i} was {then.spec} and is {TensorSpec.of(leaf)}"
+    if leaf.requires_grad != then.requires_grad:
+        yield f"batch leaf {i}.requires_grad was {then.requires_grad} and is {leaf.requires_grad}"
+    if then.requires_grad and first != then.first:  # else nothing is added up in it
+        was, is_now = (("itself" if k == i else f"batch leaf {k}") for k in (then.first, first))
+        yield f"batch leaf {i} was {was} and is {is_now}"
