@@ -67,7 +67,7 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "mkldnn": torch._C._get_mkldnn_enabled,
     "einsum's order": lambda: (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
     "the hooks on saved tensors": lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
-    "the torch function modes": lambda: _names_of(_get_current_function_mode_stack()),
+    "the torch function modes": lambda: _names_of(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
     "the torch dispatch modes": lambda: _names_of(_get_current_dispatch_mode_stack()),
     "hooks on all modules": lambda: tuple(
         hook for name in GLOBAL_HOOKS for hook in (getattr(module_globals, name) or {}).values()

@@ -52,7 +52,7 @@ class CodeReads:
     outer_names: frozenset[str]
     own: frozenset[str]  # attributes of the first argument
     anywhere: frozenset[str]  # attributes of anything else
-    asked: frozenset[str]  # names in getattr(x, "name", ...) and hasattr: they may be missing
+    asked: tuple[tuple[Target, str], ...]  # getattr(x, "name", ...) and hasattr: they may be missing
     counted: frozenset[str]
     contents: dict[str, Keys]  # under a name: which keys of the container there are read
     dynamic: tuple[Target, ...]  # whose attributes are read by names that are in no code
@@ -70,7 +70,7 @@ def reads_of(code: CodeType) -> CodeReads:
         outer_names=frozenset(found.outer_names),
         own=frozenset(found.own),
         anywhere=frozenset(found.anywhere),
-        asked=frozenset(found.asked),
+        asked=tuple(found.asked),
         counted=frozenset(found.counted),
         contents={name: _joined(uses) for name, uses in found.contents.items()},
         dynamic=tuple(found.dynamic),
@@ -103,7 +103,7 @@ class _Found:
     outer_names: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
     anywhere: set[str] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)
+    asked: list[tuple[Target, str]] = field(default_factory=list)
     counted: set[str] = field(default_factory=set)
     contents: defaultdict[str, list[Keys]] = field(default_factory=lambda: defaultdict(list))
     dynamic: list[Target] = field(default_factory=list)
@@ -185,7 +185,7 @@ class _Found:
         target, after = self._expression(i + 1)
         asked = self.steps[after] if after < len(self.steps) else None
         if target is not None and asked is not None and asked.opname == "LOAD_CONST":
-            self.asked.add(str(asked.argval))
+            self.asked.append((target, str(asked.argval)))
         elif target is not None:
             self.dynamic.append(target)
         else:

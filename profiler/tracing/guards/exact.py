@@ -62,13 +62,13 @@ def exactly_equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, (float, complex)):
-        return _bits(a) == _bits(b)
+        return bool(_bits(a) == _bits(b))
     if isinstance(a, np.generic):
         return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(exactly_equal, a, b))
     if isinstance(a, frozenset):
-        return {(type(x), _bits(x)) for x in a} == {(type(x), _bits(x)) for x in b}
+        return bool({(type(x), _bits(x)) for x in a} == {(type(x), _bits(x)) for x in b})
     return isinstance(a, (*PLAIN, *_ALSO_PLAIN)) and bool(a == b)
 
 
@@ -88,10 +88,15 @@ def shown(value: Any) -> str:
         return f"the class {value.__qualname__}"
     if isinstance(value, FunctionType) or type(value).__name__ == "builtin_function_or_method":
         return f"the function {value.__name__}"
-    if isinstance(value, nn.Module) or type(value).__repr__ is object.__repr__:
+    if isinstance(value, nn.Module) or _says_nothing(type(value)):
         return f"a {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _says_nothing(kind: type) -> bool:
+    """Whether objects of a class show their address only."""
+    return not any("__repr__" in vars(cls) for cls in kind.__mro__[:-1])
 
 
 def was_and_is(path: str, then: Any, now: Any) -> str:

@@ -23,7 +23,7 @@ def learning(reach: Reach) -> Iterator[None]:
     """Inside, every Python function that is called is learned just before it runs; not so torch's own tracing."""
     before = sys.gettrace()
 
-    def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+    def on_call(frame: FrameType, event: Any, arg: Any) -> Any:
         reads = reach.learn(frame.f_code, frame.f_globals)
         if reads is not None:
             _meet(reach, reads, frame)
@@ -60,7 +60,8 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meet(reach: Reach, reads: CodeReads, frame: FrameType) -> None:
-    dynamic = (reads.dynamic or reads.reads_all) and not is_library(frame.f_globals.get("__name__", ""))
+    theirs = is_library(frame.f_globals.get("__name__", ""))
+    dynamic = (reads.dynamic or reads.reads_all or reads.asked) and not theirs
     if not dynamic and not reads.own:
         return
     code, known = frame.f_code, frame.f_locals
@@ -69,6 +70,8 @@ def _meet(reach: Reach, reads: CodeReads, frame: FrameType) -> None:
     if not dynamic:
         return
     read = {name: frame.f_globals[name] for name in reads.global_names if name in frame.f_globals} | known
+    for target, name in reads.asked:
+        reach.ask(resolve(target, read), name)
     targets = [resolve(target, read) for target in reads.dynamic]
     targets = [one for one in targets if one is not UNSET]
     if reads.reads_all or len(targets) < len(reads.dynamic):

@@ -69,8 +69,10 @@ class Watch:
         self.holder = holder
         self.kept = kept
         self.absent = absent  # names that must not turn up
-        self.sized = sized and holder.kind.sized and len(kept) == len(holder.before)
-        self.probes: list[Probe] = holder.kind.probes(holder.what, kept) if holder.kind.probed else []
+        may_grow = holder.lenient and isinstance(holder.what, (dict, set))
+        self.sized = sized and holder.kind.sized and not may_grow and len(kept) == len(holder.before)
+        probes = holder.kind.probes(holder.what, kept, sized=self.sized) if holder.kind.probed else []
+        self.probes: list[Probe] = probes
 
     @property
     def table(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -46,8 +46,8 @@ class Kind:
         """What a sentence calls one of the values."""
         return f"{path}.{key}"
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
-        """What to call to see that these are still the object's values."""
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
+        """What to call to see that these are still the object's values; `sized` says that they are all of them."""
         return []
 
 
@@ -96,14 +96,14 @@ class Attributes(Kind):
     selection = Selection.NAMES
 
     def __init__(self, *, without: frozenset[str] = frozenset()) -> None:
-        self._without = without  # what something else looks after
+        self.without = without  # what something else looks after
 
     def read(self, what: Any) -> dict[Any, Any]:
         own = own_dict(what)
-        kept = {name: value for name, value in own.items() if name not in self._without} if self._without else own
+        kept = {name: value for name, value in own.items() if name not in self.without} if self.without else own
         return _slot_values(what) | kept
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         own = own_dict(what)
         slots = {name: value for name, value in values.items() if name not in own}
         found = _named(own, {name: value for name, value in values.items() if name in own})
@@ -122,7 +122,7 @@ class Members(Kind):
     def read(self, what: Any) -> dict[Any, Any]:
         return dict(vars(what))
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         return _named(vars(what), values)
 
 
@@ -144,7 +144,7 @@ class Globals(Kind):
     def label(self, path: str, key: Any) -> str:
         return f"the global {key}{self._suffix}"
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         return _named(what, values)
 
 
@@ -158,15 +158,22 @@ class Entries(Kind):
     sized = True
 
     def read(self, what: Any) -> dict[Any, Any]:
-        return dict(zip(dict.keys(what), dict.values(what), strict=True))
+        base = _dict_base(what)
+        return dict(zip(base.keys(what), base.values(what), strict=True))
 
     def label(self, path: str, key: Any) -> str:
         return f"{path}[{key!r}]"
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
-        if len(values) < len(what):
-            return _named(_Raw(what), values) if type(what) is not dict else _named(what, values)
-        return [(dict.__iter__, what, tuple(values)), (dict.values, what, tuple(values.values()))]
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
+        base = _dict_base(what)
+        if not sized:
+            return _named(what if type(what) is base else _Raw(what), values)
+        return [(base.__iter__, what, tuple(values)), (base.values, what, tuple(values.values()))]
+
+
+def _dict_base(what: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class that knows the order of a dict, below what the user's class makes of it."""
+    return OrderedDict if isinstance(what, OrderedDict) else dict
 
 
 class _Raw:
@@ -191,7 +198,7 @@ class View(Kind):
     def label(self, path: str, key: Any) -> str:
         return f"{path}[{key!r}]"
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         return _named(what, values)
 
 
@@ -207,7 +214,7 @@ class Items(Kind):
     def label(self, path: str, key: Any) -> str:
         return f"{path}[{key}]"
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         if isinstance(what, tuple):
             return []
         return [(_iterator_of(what), what, tuple(values.values()))]
@@ -215,7 +222,7 @@ class Items(Kind):
 
 def _iterator_of(what: Any) -> Callable[[Any], Iterable[Any]]:
     base = next(base for base in (list, tuple, deque) if isinstance(what, base))
-    return base.__iter__  # type: ignore[return-value]
+    return base.__iter__
 
 
 class Elements(Kind):
@@ -231,8 +238,8 @@ class Elements(Kind):
     def label(self, path: str, key: Any) -> str:
         return f"the element {key[1]!r} of {path}"
 
-    def probes(self, what: Any, values: Mapping[Any, Any]) -> list[Probe]:
-        return [(iter, what, tuple(values.values()))] if isinstance(what, set) else []
+    def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
+        return [(iter, what, tuple(values.values()))] if sized and isinstance(what, set) else []
 
 
 # -- functions ------------------------------------------------------------------------------------------------
@@ -250,7 +257,7 @@ class Cells(Kind):
     def label(self, path: str, key: Any) -> str:
         return f"the outer variable {key}{path}"
 
-    def probes(self, what: FunctionType, values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: FunctionType, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         cells = dict(zip(what.__code__.co_freevars, what.__closure__ or (), strict=True))
         return [(_alone(_contents), cells[name], (value,)) for name, value in values.items()]
 
@@ -273,7 +280,7 @@ class Defaults(Kind):
     def label(self, path: str, key: Any) -> str:
         return f"the default {key} of {path}" if key else f"the code of {path}"
 
-    def probes(self, what: FunctionType, values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: FunctionType, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
         by_name = what.__kwdefaults__ or {}
         own = {name: value for name, value in values.items() if name in by_name}
@@ -289,7 +296,7 @@ class Arguments(Kind):
     def label(self, path: str, key: Any) -> str:
         return f"{path}'s argument {key}"
 
-    def probes(self, what: partial[Any], values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: partial[Any], values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         return _named(what.keywords, {name: value for name, value in values.items() if name in what.keywords})
 
 
@@ -319,7 +326,7 @@ class Context(Kind):
     def label(self, path: str, key: Any) -> str:
         return path
 
-    def probes(self, what: ContextVar[Any], values: Mapping[Any, Any]) -> list[Probe]:
+    def probes(self, what: ContextVar[Any], values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         return [(lambda var: (var.get(UNSET),), what, tuple(values.values()))]
 
 
@@ -368,6 +375,7 @@ class Holder:
     before: dict[Any, Any] = field(init=False)
     names: set[str] = field(default_factory=set)  # under which code finds it, or what functions read of it
     late: bool = False  # whether it is noted after the step, because no step changes it, and capture may
+    lenient: bool = False  # whether it belongs to an installed library, whose registries may grow
     whole: bool = False  # whether it was found as a part of something, so that all of it may be read
 
     def __post_init__(self) -> None:

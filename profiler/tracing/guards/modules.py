@@ -151,7 +151,8 @@ class Modules:
 
     def mismatches(self) -> Iterator[str]:
         """What is not as it was, one sentence each."""
-        for guard in (*self._modules, *self._tensors):
+        guards: list[ModuleGuard | TensorGuard] = [*self._modules, *self._tensors]
+        for guard in guards:
             if not guard.holds():
                 yield from guard.mismatches()
         yield from _untied(self._ties, _ties(self._modules))
@@ -184,7 +185,8 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def _specs(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     """A quick look at what the tensors are: sizes, strides, types, devices, whether differentiated, their hooks."""
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    sizes: list[Any] = [list(t.shape) for t in tensors]
+    strides: list[Any] = [list(t.stride()) for t in tensors]
     native = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     trained = [t for t in tensors if t.requires_grad]
     tables = list(chain.from_iterable(map(_HOOKS, trained)))

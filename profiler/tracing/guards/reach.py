@@ -27,7 +27,7 @@ from profiler.tracing.guards import holders
 from profiler.tracing.guards.code_reads import EVERYTHING, CodeReads, Keys, Target, joined, reads_of
 from profiler.tracing.guards.exact import UNSET, is_plain
 from profiler.tracing.guards.holders import Attributes, Holder, Kind, Selection, has_state, own_dict
-from profiler.tracing.guards.territory import is_closed, is_library, is_watched_file
+from profiler.tracing.guards.territory import is_closed, is_installed, is_library, is_watched_file
 
 MOST_HOLDERS = 50_000
 MOST_ENTRIES = 10_000
@@ -66,10 +66,11 @@ class Reach:
         self._open: set[int] = set()  # objects whose attributes are read by names that are in no code
         self._pending: defaultdict[str, list[Holder]] = defaultdict(list)
         self._idle: defaultdict[int, list[tuple[FunctionType, str]]] = defaultdict(list)  # methods, by their code
-        self._queue: deque[tuple[Any, str, str | None]] = deque()
+        self._queue: deque[tuple[Any, str, str | None, bool]] = deque()
         self._learned: dict[tuple[int, int], tuple[CodeType, CodeReads | None]] = {}
         self._met: set[tuple[int, type]] = set()
         self._ran: set[int] = set()  # ids of code objects
+        self._lenient = False
         self._home: Any = None  # the step's own globals, which need no name
         self._begin(step, model, optimizer)
 
@@ -82,7 +83,10 @@ class Reach:
         self._hooks_of_tensors(model)
         for name in GLOBAL_HOOKS:
             self._follow(getattr(module_globals, name), f"torch.nn.modules.module.{name}")
-        self._hold(optimizer, "optimizer", Attributes(without=_OF_OPTIMIZERS))
+        private = {
+            name for name in own_dict(optimizer) if name.startswith("_") and is_library(type(optimizer).__module__)
+        }
+        self._hold(optimizer, "optimizer", Attributes(without=_OF_OPTIMIZERS | private))
         self._follow(type(optimizer), _class_path(type(optimizer)))
         self._begin_at(step)
         self._drain()
@@ -130,7 +134,6 @@ class Reach:
             return None
         self._learn_globals(reads, variables)
         self._outer |= reads.outer_names
-        self._asked |= reads.asked
         self._counted |= reads.counted
         for name, keys in reads.contents.items():
             self._contents[name] = joined(self._contents[name], keys) if name in self._contents else keys
@@ -154,12 +157,13 @@ class Reach:
             holder.names.add(name)
             value = holder.before.get(name)
             if not holder.late or isinstance(value, ModuleType):
-                self._follow(value, holder.label(name), name)
+                self._follow(value, holder.label(name), name, lenient=holder.lenient)
 
     def _hold_globals(self, variables: dict[str, Any]) -> Holder:
         module = str(variables.get("__name__", "?"))
         suffix = "" if variables is self._home else f" of {module}"
-        holder = Holder(path="", what=variables, kind=holders.Globals(suffix=suffix), late=is_library(module))
+        kind, late, lenient = holders.Globals(suffix=suffix), is_library(module), is_installed(module)
+        holder = Holder(path="", what=variables, kind=kind, late=late, lenient=lenient)
         self._globals[id(variables)] = holder
         return holder
 
@@ -183,6 +187,13 @@ class Reach:
             self._visit(new)
         self._drain()
 
+    def ask(self, one: Any, name: str) -> None:
+        """An attribute that this object may not have is asked for; UNSET where it is not known of which."""
+        if one is UNSET:
+            self._asked.add(name)
+        else:
+            self._of_class[type(one)].add(name)
+
     def open(self, targets: Iterable[Any], names: Iterable[str]) -> None:
         """Attributes of these objects, and of what they have under `names`, are read by names that are in no code."""
         reached = list(targets)
@@ -205,7 +216,7 @@ class Reach:
         for name in sorted(names):
             for holder in self._pending.pop(name, ()):
                 if self.reads(holder, name):
-                    self._follow(holder.before[name], holder.label(name), name)
+                    self._follow(holder.before[name], holder.label(name), name, lenient=holder.lenient)
                 else:
                     self._pending[name].append(holder)
 
@@ -234,8 +245,9 @@ class Reach:
         functions = list(_functions_in(value))
         if functions:  # one that did not run is not called next time either
             return any(id(function.__code__) in self._ran for function in functions)
-        implicit = name.startswith("__") and callable(value)
-        return implicit or name in self._anywhere or id(cls) in self._open or name in self._of_class.get(cls, ())
+        if name.startswith("__"):  # `__len__` and the like: called without being named
+            return callable(value) and name not in ("__class__", "__base__")
+        return name in self._anywhere or id(cls) in self._open or name in self._of_class.get(cls, ())
 
     def _keys(self, holder: Holder) -> Keys:
         if holder.whole:
@@ -261,8 +273,10 @@ class Reach:
         if isinstance(what, (type, ModuleType)) or not isinstance(holder.kind, Attributes):
             return frozenset()
         names = self._of_class.get(type(what), set()) | self._asked
-        names = names | {n for n in self._members_of(type(what)) if n in self._anywhere}
-        return frozenset(names - holder.before.keys())
+        kind: Any = type(what)
+        names = names | {n for n in self._members_of(kind) if n in self._anywhere}
+        parts = (*what._parameters, *what._buffers, *what._modules) if isinstance(what, nn.Module) else ()
+        return frozenset(names - holder.before.keys() - holder.kind.without - {*parts})
 
     @functools.cache  # noqa: B019 - one reach is made for one capture
     def _members_of(self, kind: type) -> frozenset[str]:
@@ -273,13 +287,13 @@ class Reach:
 
     # -- the walk -------------------------------------------------------------------------------------------
 
-    def _follow(self, value: Any, path: str, name: str | None = None) -> None:
+    def _follow(self, value: Any, path: str, name: str | None = None, *, lenient: bool = False) -> None:
         if value is not UNSET and not is_plain(value):
-            self._queue.append((value, path, name))
+            self._queue.append((value, path, name, lenient))
 
     def _drain(self) -> None:
         while self._queue:
-            value, path, name = self._queue.popleft()
+            value, path, name, self._lenient = self._queue.popleft()
             self._look_at(value, path)
             for holder in self.holders.get(id(value), ()):
                 if name is None:
@@ -331,7 +345,8 @@ class Reach:
         return bool(inner)
 
     def _look_at_object(self, value: Any, path: str) -> None:
-        if is_closed(type(value)):
+        kind: Any = type(value)
+        if is_closed(kind):
             return
         self._hold(value, path, Attributes())
         self._follow(type(value), _class_path(type(value)))
@@ -380,7 +395,8 @@ class Reach:
             self._hold(value, path, Attributes())
 
     def _hold(self, value: Any, path: str, kind: Kind, *, follow: bool = True) -> None:
-        holder = Holder(path=path, what=value, kind=kind, late=not follow)
+        lenient = self._lenient or (isinstance(value, type) and is_installed(value.__module__))
+        holder = Holder(path=path, what=value, kind=kind, late=not follow, lenient=lenient)
         self._note(holder)
         if not follow:
             return
@@ -395,7 +411,7 @@ class Reach:
                 self._pending[key].append(holder)
             else:
                 name = key if isinstance(key, str) and (by_name or isinstance(kind, holders.Cells)) else None
-                self._follow(one, holder.label(key), name)
+                self._follow(one, holder.label(key), name, lenient=lenient)
 
     def _note(self, holder: Holder) -> None:
         self.holders.setdefault(id(holder.what), []).append(holder)

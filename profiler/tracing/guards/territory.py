@@ -35,7 +35,7 @@ _SPECTATORS = (
     "_pytest",
 )
 _SPECTATOR_FILES = tuple(root + name + os.sep for root in _INSTALLED for name in _SPECTATORS)
-_PURE = ("numpy", "scipy", "numba", "_pytest", "pytest", "hypothesis")
+_PURE = ("numpy", "typing_extensions", "scipy", "numba", "_pytest", "pytest", "hypothesis")
 _PURE_FILES = tuple(root + name + os.sep for root in _INSTALLED for name in _PURE)
 
 # Classes of the standard library that are made to hold values of their users.
@@ -56,6 +56,12 @@ def is_library(module_name: str) -> bool:
     """Whether a Python module is torch's, numpy's or of the standard library: theirs is noted, not looked into."""
     root = module_name.partition(".")[0]
     return root in sys.stdlib_module_names or root in ("torch", "builtins", *_PURE)
+
+
+@functools.lru_cache(maxsize=8192)
+def is_installed(module_name: str) -> bool:
+    """Whether a Python module is of an installed package, not of the user's own files."""
+    return str(getattr(sys.modules.get(module_name), "__file__", None)).startswith(_INSTALLED)
 
 
 @functools.lru_cache(maxsize=8192)
