@@ -50,23 +50,28 @@ def margin_bytes(graph: Graph, limit_bytes: int) -> int:
     return int(MARGIN * max(0, limit_bytes - graph.start_bytes))
 
 
-def over_budget(solution: Solution, limit_bytes: int, margin: int) -> OverBudget:
-    """The smallest peak found, the floor that no plan can go under with what it is made of, and what would help."""
+def over_budget(solution: Solution, limit_bytes: int, margin: int, *, elsewhere_bytes: int = 0) -> OverBudget:
+    """The smallest peak found, the floor that no plan can go under with what it is made of, and what would help.
+
+    `elsewhere_bytes` of the budget are taken by tensors that are no part of what was planned; `limit_bytes` are left.
+    """
     graph, found = solution.problem.graph, solution.timeline
     least = f"the smallest peak found is {human_bytes(found.peak_bytes)}" if found else solution.reason
     lowest = floor(graph)
     needed = found.peak_bytes if found else lowest.nbytes
-    enough = graph.start_bytes + math.ceil((needed - graph.start_bytes) / (1 - MARGIN))
+    enough = elsewhere_bytes + graph.start_bytes + math.ceil((needed - graph.start_bytes) / (1 - MARGIN))
+    beside = f" beside {human_bytes(elsewhere_bytes)} of tensors outside of the model" if elsewhere_bytes else ""
+    helping = _help(graph, lowest, limit_bytes, whole_step=not elsewhere_bytes)
     return OverBudget(
-        f"{solution.strategy}: no plan fits {human_bytes(limit_bytes)} ({human_bytes(margin)} of it kept free): "
-        f"{least}. No plan at all can go under {lowest}. What would help: {_help(graph, lowest, limit_bytes)}, or a "
-        f"budget of at least {enough} bytes ({human_bytes(enough)})"
+        f"{solution.strategy}: no plan fits {human_bytes(max(0, limit_bytes))}{beside} ({human_bytes(margin)} of it "
+        f"kept free): {least}. No plan at all can go under {lowest}. What would help: {helping}, or a budget of at "
+        f"least {enough} bytes ({human_bytes(enough)})"
     )
 
 
-def _help(graph: Graph, lowest: Floor, limit_bytes: int) -> str:
+def _help(graph: Graph, lowest: Floor, limit_bytes: int, *, whole_step: bool) -> str:
     words = ["a smaller batch"]
-    if any(graph.storages[graph.values[v].storage].role is Role.GRADIENT for v in graph.outputs):
+    if whole_step and any(graph.storages[graph.values[v].storage].role is Role.GRADIENT for v in graph.outputs):
         words.append("free_gradients=True with early_updates=True, which take gradients out of the peak")
     text = "; ".join(words)
     if lowest.nbytes < limit_bytes:

@@ -249,12 +249,13 @@ class _Planner:
 
     def _solved(self, ready: ReadyStep) -> Solution:
         settings, graph = self.settings, ready.graph
-        limit = budget_bytes(graph, settings.budget, device_of(self.model)) - self._elsewhere_bytes()
+        elsewhere = self._elsewhere_bytes()
+        limit = budget_bytes(graph, settings.budget, device_of(self.model)) - elsewhere
         margin = margin_bytes(graph, limit)
         problem = Problem(graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s)
         solution = solve_if_needed(problem, settings.strategy, label=settings.label)
         if solution.status is not Status.FITS:
-            raise over_budget(solution, limit, margin)
+            raise over_budget(solution, limit, margin, elsewhere_bytes=elsewhere)
         return solution
 
     def _elsewhere_bytes(self) -> int:

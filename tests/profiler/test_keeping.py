@@ -1,6 +1,7 @@
 """state_kept: whatever is done inside, afterwards there is no trace of it."""
 
 import random
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -148,3 +149,46 @@ def test_the_users_own_generators_are_put_back_where_they_are_named():
         torch.rand(5, generator=generator)
         assert not torch.equal(generator.get_state(), state)
     assert torch.equal(generator.get_state(), state)
+
+
+def misshapen(model):
+    """What a step may do to tensors beside writing values: shape, size, memory and type."""
+    model.shrunk.resize_(2)
+    model.grown.resize_(9, 9)
+    model.other.data = torch.ones(3)
+    model.cast.data = model.cast.data.to(torch.float64)
+    model.emptied.untyped_storage().resize_(0)
+
+
+def test_what_changed_shape_type_or_memory_is_put_back_as_it_was_and_all_the_rest_too():
+    model = nn.Linear(3, 2)
+    names = ("shrunk", "grown", "other", "cast", "emptied")
+    for name in names:
+        model.register_buffer(name, torch.arange(6.0).view(2, 3).t())
+    optimizer = small.sgd(model)
+    before = contents(model, optimizer)
+    pointers = {name: getattr(model, name).data_ptr() for name in names[2:4]}
+    with state_kept(model, optimizer), torch.no_grad():
+        misshapen(model)
+        model.weight.mul_(2)
+        draw_everywhere()
+    assert contents(model, optimizer) == before
+    for name in names:
+        assert getattr(model, name).stride() == (1, 3)
+    assert {name: getattr(model, name).data_ptr() for name in pointers} == pointers
+
+
+def test_one_thing_that_cannot_be_put_back_does_not_keep_the_others_from_it():
+    model, generator = nn.Linear(3, 2), torch.Generator()
+    weight = model.weight.detach().clone()
+    failing = unittest.mock.Mock(wraps=generator)
+    failing.get_state.return_value = generator.get_state()
+    failing.set_state.side_effect = RuntimeError("stubborn")
+
+    def change():
+        with state_kept(model, small.sgd(model), generators=[failing]), torch.no_grad():
+            model.weight.mul_(2)
+
+    with pytest.raises(RuntimeError, match="stubborn"):
+        change()
+    assert torch.equal(model.weight, weight)
