@@ -28,6 +28,7 @@ from planner.simulator import simulate, unplanned
 from planner.solve import Problem, Solution, Status, Strategy, solve
 from planner.synthetic import Network, batch_norm, dropout, relu
 
+_ASKED: dict[tuple[Strategy, str], list[tuple[Problem, Plan]]] = {}
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what the unplanned step adds to its start
 TIME_LIMIT_S = 10.0
 
@@ -56,7 +57,7 @@ class StrategyConformance:
             assert len(lower(graph, plan, in_place=problem.in_place).runs) >= len(graph.ops)
 
     def test_two_calls_give_the_same_plan(self, strategy: Strategy, graph: Graph) -> None:
-        for problem, plan in _proposals(strategy, graph):
+        for problem, plan in _ask(strategy, graph):
             again = strategy.plan(problem)
             if not (plan.cut_off or again.cut_off):
                 assert again == plan, f"two plans for {_label(problem)}, and neither says that it was cut off"
@@ -137,8 +138,15 @@ def _problem(graph: Graph, *, share: float, in_place: bool = True) -> Problem:
     return Problem(graph=graph, budget_bytes=budget, time_limit_s=TIME_LIMIT_S, in_place=in_place)
 
 
-def _proposals(strategy: Strategy, graph: Graph) -> Iterator[tuple[Problem, Plan]]:
-    """Every problem for which the strategy has a plan, with that plan."""
+def _proposals(strategy: Strategy, graph: Graph) -> list[tuple[Problem, Plan]]:
+    """Every problem for which the strategy has a plan, with that plan; asked once for all tests that judge them."""
+    key = (strategy, graph.name)
+    if key not in _ASKED:
+        _ASKED[key] = list(_ask(strategy, graph))
+    return _ASKED[key]
+
+
+def _ask(strategy: Strategy, graph: Graph) -> Iterator[tuple[Problem, Plan]]:
     for share in SHARES:
         problem = _problem(graph, share=share)
         try:

@@ -25,15 +25,27 @@ _KINDS = (
 )
 
 
+# One draw a layer, of few and plain parts: drawing takes longer than what most tests do with the network.
+_LAYERS = st.tuples(
+    st.sampled_from(_KINDS),
+    st.integers(1, 31),  # which of the last five values it reads, as bits
+    st.integers(0, 60),  # bytes
+    st.integers(0, 9),  # µs
+    st.integers(0, 20),  # bytes of workspace
+    st.integers(0, 7),  # saves its input, saves its output, has a parameter, as bits
+)
+
+
 @st.composite
 def networks(draw: st.DrawFn, max_layers: int = 12) -> Graph:
     """A random network: any shape, every kind of op, shared parameters, one or two rounds."""
     net = Network("random")
     shared = net.build.input("shared_w", 12, Role.PARAM)
-    for r in range(draw(st.integers(1, 2))):
+    rounds = draw(st.lists(st.lists(_LAYERS, min_size=1, max_size=max_layers), min_size=1, max_size=2))
+    for r, layers in enumerate(rounds):
         made = [net.x]
-        for i in range(draw(st.integers(1, max_layers))):
-            made.append(_random_layer(draw, net, f"r{r}_{i}", made, shared))
+        for i, layer in enumerate(layers):
+            made.append(_add_layer(net, f"r{r}_{i}", made, shared, *layer))
         last = net.layer(f"r{r}_loss", [made[-1]], 1)
         net.build.outputs.append(last)
         net.backward(last, optimizer=False)
@@ -43,10 +55,20 @@ def networks(draw: st.DrawFn, max_layers: int = 12) -> Graph:
     return net.build.build()
 
 
-def _random_layer(draw: st.DrawFn, net: Network, name: str, made: list[int], shared: int) -> int:
-    kind = draw(st.sampled_from(_KINDS))
-    picks = draw(st.lists(st.sampled_from(made[-5:]), min_size=1, max_size=3, unique=True))
-    nbytes, time_us = draw(st.integers(0, 60)), float(draw(st.integers(0, 9)))
+def _add_layer(
+    net: Network,
+    name: str,
+    made: list[int],
+    shared: int,
+    kind: str,
+    read: int,
+    nbytes: int,
+    us: int,
+    workspace: int,
+    flags: int,
+) -> int:
+    near = made[-5:]
+    picks = [v for i, v in enumerate(near) if read >> i & 1][:3] or [near[read % len(near)]]
     if kind == "view":
         return net.view(name, picks[0])
     if kind == "foreign_view":
@@ -58,14 +80,14 @@ def _random_layer(draw: st.DrawFn, net: Network, name: str, made: list[int], sha
     if kind == "dropout":
         return dropout(net, name, picks[0], nbytes)
     options: dict = {
-        "time_us": time_us,
-        "workspace_bytes": draw(st.integers(0, 20)),
-        "saves_input": draw(st.booleans()),
-        "saves_output": draw(st.booleans()),
-        "param_bytes": draw(st.sampled_from((0, 10))),
+        "time_us": float(us),
+        "workspace_bytes": workspace,
+        "saves_input": bool(flags & 1),
+        "saves_output": bool(flags & 2),
+        "param_bytes": 10 if flags & 4 else 0,
     }
     if kind == "multi":
-        options["extra_sizes"] = (draw(st.integers(0, 30)), draw(st.integers(0, 30)))
+        options["extra_sizes"] = (nbytes // 2, workspace)
     if kind == "never":
         options["rerun"] = Rerun.NEVER
     if kind == "shared":
@@ -81,4 +103,5 @@ def networks_with_drops(draw: st.DrawFn, max_layers: int = 12) -> tuple[Graph, l
     """A random network and a random set of its activations to drop."""
     graph = draw(networks(max_layers))
     free = candidates(graph)
-    return graph, [s for s in free if draw(st.booleans())]
+    chosen = draw(st.integers(0, 2 ** len(free) - 1))
+    return graph, [s for i, s in enumerate(free) if chosen >> i & 1]

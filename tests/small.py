@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
+from planner.errors import NoPlan
 from planner.ir import Graph, Phase, Rerun, Role
-from planner.plan import Eviction
+from planner.plan import BoundClass, Eviction, Plan, with_bound
+from planner.solve import Problem
 from planner.synthetic import Builder, Network, dropout
 
 BACKWARD = {"phase": Phase.BACKWARD, "role": Role.GRADIENT}
@@ -122,3 +125,66 @@ GOLDEN = Path(__file__).parent / "golden"
 def golden(name: str) -> str:
     """The text of a golden file."""
     return (GOLDEN / name).read_text(encoding="utf-8").rstrip("\n")
+
+
+# -- strategies for read_twice: its peak is 341 bytes, and 321 where f is evicted twice -----------------------------
+
+
+@dataclass(frozen=True)
+class Says:
+    """A strategy that always answers the same."""
+
+    name: ClassVar[str] = "says"
+    answer: Callable[[Graph], Plan]
+
+    def plan(self, problem: Problem) -> Plan:
+        return self.answer(problem.graph)
+
+
+def twice(graph: Graph) -> Plan:
+    return Plan(evictions=(eviction(graph, "f", "g", "g_bw"), eviction(graph, "f", "g_bw", "f_bw")))
+
+
+def nothing(graph: Graph) -> Plan:
+    raise NoPlan("says: no idea")
+
+
+def bounded(bound_us: float) -> Callable[[Graph], Plan]:
+    return lambda graph: with_bound(twice(graph), lower_bound_us=bound_us, bound_class=BoundClass.ANY_SCHEDULE)
+
+
+# -- one step with every kind of op, and ways to contradict it -----------------------------------------------------
+
+OPS = {name: i for i, name in enumerate(("f", "view", "drop", "g", "g_bw", "step"))}
+VALUES = {name: i for i, name in enumerate(("x", "w", "f", "view", "drop", "g", "g_bw"))}
+
+
+def sample() -> Graph:
+    """x, w -> f -> view -> drop -> g, the backward of g, and an optimizer that changes w."""
+    b = Builder("sample")
+    x, w = b.input("x", 8), b.input("w", 4, Role.PARAM)
+    v = b.view("view", b.one("f", [x, w], 16))
+    y = b.one("g", [b.one("drop", [v], 16, rerun=Rerun.REPLAY_RNG, rng_bytes=2)], 4)
+    gradient = b.one("g_bw", [y, v], 4, phase=Phase.BACKWARD, role=Role.GRADIENT)
+    b.update("step", w, gradient)
+    b.outputs.append(y)
+    return b.build()
+
+
+def with_op(graph: Graph, name: str, **changes: object) -> Graph:
+    """The graph with some fields of one op changed, unchecked."""
+    return replace(graph, ops=tuple(replace(op, **changes) if op.name == name else op for op in graph.ops))
+
+
+def with_value(graph: Graph, name: str, **changes: object) -> Graph:
+    return replace(graph, values=tuple(replace(v, **changes) if v.name == name else v for v in graph.values))
+
+
+def with_storage(graph: Graph, index: int, **changes: object) -> Graph:
+    storages = list(graph.storages)
+    storages[index] = replace(storages[index], **changes)
+    return replace(graph, storages=tuple(storages))
+
+
+STORAGE = {name: sample().values[v].storage for name, v in VALUES.items()}
+RNG_STATE = sample().ops[OPS["drop"]].rng_state

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from planner.analysis import candidates, cannot_drop, temporaries
+from planner.analysis import candidates
 from planner.errors import FileFormatError, PlanError
 from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
@@ -22,15 +22,12 @@ from tests.small import (
     BACKWARD,
     block,
     eviction,
-    foreign_view,
     masked,
-    names,
     op,
     read_twice,
     split,
     storage,
     storages,
-    updated_between,
     viewed,
     viewed_in_backward,
 )
@@ -306,25 +303,6 @@ def test_a_recomputed_batch_norm_updates_its_statistics_once():
              if isinstance(s, Run) and s.op == norm.id]  # fmt: skip
     assert norm.rerun is Rerun.WITHOUT_SIDE_EFFECT
     assert kinds == [RunKind.ORIGINAL, RunKind.RERUN]
-
-
-# -- what may be dropped ----------------------------------------------------------------------------------------
-
-
-def test_candidates_idle_until_the_backward_and_temporaries_do_not():
-    graph = residual_tower(1)
-    assert names(graph, candidates(graph)) == ["stem", "b0_conv", "b0_norm.1", "b0_relu", "b0_add"]
-    assert names(graph, temporaries(graph)) == ["b0_norm.0"]
-
-
-def test_what_cannot_be_recomputed_as_it_was_is_no_candidate():
-    assert candidates(updated_between()) == ()
-
-
-def test_what_is_read_through_a_view_that_cannot_be_made_again_is_no_candidate():
-    graph = foreign_view()
-    assert candidates(graph) == ()
-    assert cannot_drop(graph, storage(graph, "f")) == "op 'peek' may never be rerun: it calls foreign code"
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.graphs import networks, networks_with_drops
 from tests.reference import Execution, naive_bytes, unplanned
 
 MAKERS = (recompute_once, recompute_each_time)
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 @many

@@ -159,7 +159,7 @@ def test_it_equals_brute_force_on_every_shape(graph, solver):
         check_against(plans, graph, budget, alone(graph, budget, solver=solver))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(networks(max_layers=5), st.booleans())
 def test_it_equals_brute_force_on_random_networks(graph, in_place):
     if not is_small(graph):
@@ -190,7 +190,7 @@ def test_without_in_place_forms_it_proves_another_optimum_and_is_not_cut_off(mon
     assert not solution.plan.cut_off
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(networks(max_layers=5), st.booleans())
 def test_its_bound_and_its_proofs_of_impossibility_are_never_false(graph, in_place):
     if not is_small(graph):
