@@ -7,7 +7,8 @@ from planner.solve import Status
 from rewriter import OverBudget
 from tests.rewriter import tiny
 from tests.rewriter.test_checkpoint import adam, make, planned
-from tests.side_by_side import assert_same, seeded, snapshot
+from tests.shared import case_of
+from tests.side_by_side import assert_same, snapshot
 
 
 class Stubborn:
@@ -39,8 +40,8 @@ def fudge_measured(monkeypatch, extra_bytes):
 @pytest.mark.parametrize(
     ("name", "budget"), [("resnet", "100%"), ("resnet", "150%"), ("vit", "100%"), ("gpt2", "100%")]
 )
-def test_a_share_of_all_or_more_runs_unplanned(name, budget):
-    step = planned(seeded(tiny.ZOO[name]), budget, strategy=Stubborn(), verify=2)
+def test_a_share_of_all_or_more_runs_unplanned(name, budget, captured_once):
+    step = planned(case_of(tiny.ZOO[name]).workload, budget, strategy=Stubborn(), verify=2)
     solution = step.solution
     assert solution.status is Status.FITS
     assert solution.timeline.reruns == 0
@@ -49,57 +50,61 @@ def test_a_share_of_all_or_more_runs_unplanned(name, budget):
     assert start + step.verification.measured_peak_bytes <= solution.problem.budget_bytes
 
 
-@pytest.mark.parametrize("optimizer", [tiny.sgd, adam])
-def test_a_budget_in_bytes_of_just_the_peak_runs_unplanned_if_the_measured_one_is_within(optimizer):
-    simulated, measured, _ = peaks(make(optimizer=optimizer))
-    step = planned(make(optimizer=optimizer), max(simulated, measured), strategy=Stubborn(), verify=2)
+def with_adam():
+    return make(optimizer=adam)
+
+
+@pytest.mark.parametrize("workload_of", [tiny.plain, with_adam], ids=["sgd", "adam"])
+def test_a_budget_in_bytes_of_just_the_peak_runs_unplanned_if_the_measured_one_is_within(workload_of, captured_once):
+    workload = case_of(workload_of).workload
+    simulated, measured, _ = peaks(workload)
+    step = planned(workload, max(simulated, measured), strategy=Stubborn(), verify=2)
     assert step.solution.timeline.reruns == 0
     assert step.solution.problem.budget_bytes == max(simulated, measured)
 
 
-def test_a_budget_far_above_the_peak_is_not_measured_first(monkeypatch):
+def test_a_budget_far_above_the_peak_is_not_measured_first(ordinary, monkeypatch):
     monkeypatch.setattr(rewriter.pipeline, "observe", lambda *_, **__: pytest.fail("measured"))
-    assert planned(make(), "102%", strategy=Stubborn(), verify=False).solution.timeline.reruns == 0
+    assert planned(ordinary, "102%", strategy=Stubborn(), verify=False).solution.timeline.reruns == 0
 
 
-def test_a_budget_in_bytes_that_the_measured_peak_exceeds_is_planned_for(monkeypatch):
-    simulated, _, start = peaks(make())
+def test_a_budget_in_bytes_that_the_measured_peak_exceeds_is_planned_for(ordinary, monkeypatch):
+    simulated, _, start = peaks(ordinary)
     fudge_measured(monkeypatch, extra_bytes=(simulated - start) // 400)
-    step = planned(make(), simulated, strategy="mutwo", verify=2)
+    step = planned(ordinary, simulated, strategy="mutwo", verify=2)
     assert step.solution.timeline.reruns > 0
     assert start + step.verification.measured_peak_bytes <= simulated
 
 
-def test_all_of_the_step_means_all_that_was_measured(monkeypatch):
-    simulated, _, start = peaks(make())
+def test_all_of_the_step_means_all_that_was_measured(ordinary, monkeypatch):
+    simulated, _, start = peaks(ordinary)
     extra = (simulated - start) // 400
     fudge_measured(monkeypatch, extra_bytes=extra)
-    step = planned(make(), "100%", strategy=Stubborn())
+    step = planned(ordinary, "100%", strategy=Stubborn())
     assert step.solution.timeline.reruns == 0
     assert step.solution.problem.budget_bytes >= simulated + extra - 1
 
 
-def test_measuring_first_leaves_everything_as_it_was():
-    workload = make()
-    _, model, optimizer, _ = workload
+def test_measuring_first_leaves_everything_as_it_was(ordinary):
+    _, model, optimizer, _ = ordinary
     before = snapshot(None, model, optimizer)
-    planned(workload, "100%", strategy=Stubborn())
+    planned(ordinary, "100%", strategy=Stubborn())
     assert_same([before], [snapshot(None, model, optimizer)])
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.state
 
 
-def test_the_saved_plan_of_a_step_with_nothing_to_do_is_taken_at_the_same_budget(tmp_path):
-    planned(make(), "100%").save(tmp_path / "plan.json")
-    again = planned(make(), "100%", plan=tmp_path / "plan.json", strategy=Stubborn())
+def test_the_saved_plan_of_a_step_with_nothing_to_do_is_taken_at_the_same_budget(ordinary, tmp_path):
+    planned(ordinary, "100%").save(tmp_path / "plan.json")
+    again = planned(ordinary, "100%", plan=tmp_path / "plan.json", strategy=Stubborn())
     assert again.solution.strategy == "plan file"
     assert again.solution.timeline.reruns == 0
 
 
-def test_below_the_peak_a_strategy_is_asked_and_its_margin_kept():
-    step = planned(make(), "99%")
+def test_below_the_peak_a_strategy_is_asked_and_its_margin_kept(ordinary):
+    step = planned(ordinary, "99%")
     solution = step.solution
     assert solution.timeline.reruns > 0
     assert solution.timeline.peak_bytes <= solution.problem.budget_bytes
     with pytest.raises(OverBudget):
-        planned(make(), "99%", strategy="keep_all")
+        planned(ordinary, "99%", strategy="keep_all")

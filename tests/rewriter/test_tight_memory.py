@@ -9,15 +9,11 @@ import rewriter.tight_memory
 from planner.simulator import simulate, unplanned
 from planner.solve import Status
 from profiler.measuring.op_times import measure
-from profiler.tracing.whole_step import capture
 from rewriter import OverBudget, checkpoint
 from rewriter.tight_memory import needed_bytes, provisional_schedules
 from tests.rewriter import tiny
-from tests.side_by_side import assert_same, eager, history, measured_peak, seeded, snapshot
-
-
-def make():
-    return seeded(tiny.with_step(tiny.models.classify))
+from tests.shared import case_of
+from tests.side_by_side import assert_same, history, measured_peak, snapshot
 
 
 def planned(workload, budget="60%", **options):
@@ -50,9 +46,8 @@ def tried(monkeypatch):
     return seen, failing
 
 
-def test_what_is_measured_under_a_plan_is_what_is_measured_without():
-    workload = make()
-    traced = capture(*workload)
+def test_what_is_measured_under_a_plan_is_what_is_measured_without(ordinary):
+    workload, traced = ordinary, case_of(tiny.plain).captured
     schedule = next(provisional_schedules(traced, limit_of(traced, 0.6)))
     assert simulate(traced.graph, schedule).reruns > 0
     without = measure(traced, workload[3], show_progress=False).graph
@@ -63,9 +58,8 @@ def test_what_is_measured_under_a_plan_is_what_is_measured_without():
     assert under.fingerprint == without.fingerprint
 
 
-def test_measuring_under_a_plan_keeps_within_it_and_changes_nothing():
-    workload = make()
-    traced = capture(*workload)
+def test_measuring_under_a_plan_keeps_within_it_and_changes_nothing(ordinary):
+    workload, traced = ordinary, case_of(tiny.plain).captured
     schedule = next(provisional_schedules(traced, limit_of(traced, 0.6)))
     before = snapshot(None, workload[1], workload[2])
     stats = measure(traced, workload[3], schedule=schedule, show_progress=False).stats
@@ -75,43 +69,42 @@ def test_measuring_under_a_plan_keeps_within_it_and_changes_nothing():
 
 
 @pytest.mark.usefixtures("little")
-def test_a_step_that_does_not_fit_as_it_is_is_planned_under_its_budget_and_equals_eager():
-    expected = eager(make(), steps=5)
-    workload = make()
+def test_a_step_that_does_not_fit_as_it_is_is_planned_under_its_budget_and_equals_eager(ordinary):
+    workload, expected = ordinary, case_of(tiny.plain).expected
     with pytest.warns(UserWarning, match="can be had on cpu: its ops are measured under a provisional plan"):
         step = planned(workload)
     assert step.solution.status is Status.FITS
     problem = step.solution.problem
     peak = problem.graph.start_bytes + measured_peak(lambda: step(workload[3]), workload)
     assert peak <= problem.budget_bytes
-    assert_same(expected, history(step, workload, steps=5))
+    assert_same(expected, history(step, workload, steps=3))
 
 
-def test_running_out_of_memory_unplanned_leads_to_a_provisional_plan(tried):
+def test_running_out_of_memory_unplanned_leads_to_a_provisional_plan(ordinary, tried):
     seen, failing = tried
     failing.append("unplanned")
     with pytest.warns(UserWarning, match="provisional plan"):
-        step = planned(make())
+        step = planned(ordinary)
     assert seen[0] is None
     assert len(seen) == 2
     assert simulate(step.solution.problem.graph, seen[1]).reruns > 0
 
 
-def test_running_out_of_memory_under_a_plan_leads_to_a_smaller_one(tried):
+def test_running_out_of_memory_under_a_plan_leads_to_a_smaller_one(ordinary, tried):
     seen, failing = tried
     failing += ["unplanned", "first plan"]
-    workload = make()
+    workload = ordinary
     with pytest.warns(UserWarning, match="provisional plan"):
         planned(workload, "80%")
-    graph = capture(*workload).graph
+    graph = case_of(tiny.plain).captured.graph
     first, second = (simulate(graph, schedule).peak_bytes for schedule in seen[1:])
     assert second < first
 
 
-def test_running_out_of_memory_always_is_over_budget_and_changes_nothing(tried):
+def test_running_out_of_memory_always_is_over_budget_and_changes_nothing(ordinary, tried):
     _, failing = tried
     failing += ["always"] * 10
-    workload = make()
+    workload = ordinary
     before = snapshot(None, workload[1], workload[2])
     with (
         pytest.warns(UserWarning, match="provisional plan"),
@@ -122,39 +115,39 @@ def test_running_out_of_memory_always_is_over_budget_and_changes_nothing(tried):
 
 
 @pytest.mark.usefixtures("little")
-def test_a_budget_below_all_tensors_is_over_budget_with_the_floor():
+def test_a_budget_below_all_tensors_is_over_budget_with_the_floor(ordinary):
     with (
         pytest.warns(UserWarning, match="provisional plan"),
         pytest.raises(OverBudget, match=r"no plan fits .* No plan at all can go under .* of op"),
     ):
-        planned(make(), "2%")
+        planned(ordinary, "2%")
 
 
 @pytest.mark.usefixtures("little")
-def test_where_eager_would_not_fit_the_plan_is_unproven_and_says_so():
+def test_where_eager_would_not_fit_the_plan_is_unproven_and_says_so(ordinary):
     with pytest.warns(UserWarning, match="provisional plan") as said:
-        step = planned(make(), verify=True)
+        step = planned(ordinary, verify=True)
     assert "this plan is unproven: your own step does not fit in memory" in str(said[-1].message)
     assert "unproven: your own step does not fit in memory" in str(step.solution)
     assert step.verification is None
 
 
-def test_any_other_failure_while_measuring_stays_what_it_is(monkeypatch):
+def test_any_other_failure_while_measuring_stays_what_it_is(ordinary, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("something else")
 
     monkeypatch.setattr(rewriter.tight_memory, "measure", broken)
     with pytest.raises(RuntimeError, match="something else"):
-        planned(make())
+        planned(ordinary)
 
 
 def test_what_measuring_needs_counts_the_copies_on_the_cpu_only():
-    graph = capture(*make()).graph
+    graph = case_of(tiny.plain).captured.graph
     on_cpu, on_gpu = (needed_bytes(graph, torch.device(name)) for name in ("cpu", "cuda"))
     assert on_cpu - on_gpu == graph.start_bytes
 
 
-def test_where_the_step_fits_nothing_is_said():
+def test_where_the_step_fits_nothing_is_said(ordinary):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert planned(make()).solution.status is Status.FITS
+        assert planned(ordinary).solution.status is Status.FITS
