@@ -157,10 +157,19 @@ def recompute_once(graph: Graph, dropped: Iterable[int], *, kept: Collection[int
     From then on a clone stays resident until its last use, so every later need shares it. Temporaries of the
     forward are dropped as well unless named in `kept`: held ones serve as sources of recomputation.
     """
-    chosen = set(dropped)
-    chosen.update(s for s in temporaries(graph) if s not in kept)
+    chosen = _chosen(graph, dropped, kept)
     stages = rerun_stages(graph, chosen)
     return Plan(evictions=tuple(_once(graph, storage, stages) for storage in sorted(chosen)))
+
+
+def _chosen(graph: Graph, dropped: Iterable[int], kept: Collection[int]) -> set[int]:
+    """What is dropped, with the temporaries that are not kept."""
+    chosen = set(dropped)
+    for storage in chosen:
+        if not 0 <= storage < len(graph.storages):
+            raise PlanError(f"{graph.name}: there is no storage {storage}; it has {len(graph.storages):,}")
+    chosen.update(s for s in temporaries(graph) if s not in kept)
+    return chosen
 
 
 def _once(graph: Graph, storage: int, stages: Sequence[int]) -> Eviction:
@@ -193,8 +202,7 @@ def recompute_each_time(graph: Graph, dropped: Iterable[int], *, kept: Collectio
 
     Before that need, a recomputation that passes through it makes it as a temporary, every time.
     """
-    chosen = set(dropped)
-    chosen.update(s for s in temporaries(graph) if s not in kept)
+    chosen = _chosen(graph, dropped, kept)
     return Plan(
         evictions=tuple(
             Eviction(

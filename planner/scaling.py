@@ -66,6 +66,8 @@ def difference(a: Graph, b: Graph) -> str:
     for left, right in zip(a.ops, b.ops, strict=True):
         if _structure(left) != _structure(right):
             return f"op {left.id} is {left.name!r} ({left.target}) and {right.name!r} ({right.target})"
+    if len(a.values) != len(b.values):
+        return f"{len(a.values)} values and {len(b.values)}"
     if [s.role for s in a.storages] != [s.role for s in b.storages] or a.outputs != b.outputs:
         return "their storages are not for the same things"
     for u, v in zip(a.values, b.values, strict=True):

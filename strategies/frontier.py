@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.errors import BudgetError
 from planner.ir import Graph
 from planner.plan import Plan, recompute_once
 from planner.solve import Problem
@@ -133,8 +135,10 @@ def budget_for(
     in_place: bool = True,
 ) -> LeastMemory:
     """The least memory in which the step is at most `overhead` slower. SolverError if the solver is missing."""
+    if not 0 <= overhead < math.inf:
+        raise BudgetError(f"an overhead of {overhead}: give a share of the step's time, such as 0.05")
     options = options if options is not None else Ilp()
-    problem = Problem(graph=graph, budget_bytes=graph.start_bytes, in_place=in_place)
+    problem = Problem(graph=graph, budget_bytes=graph.start_bytes, time_limit_s=time_limit_s, in_place=in_place)
     deadline = time.perf_counter() + time_limit_s
     limit_us = overhead * graph.time_us
     plans = [_greedy_within(graph, limit_us, in_place=in_place, deadline=deadline)]

@@ -39,6 +39,8 @@ def names() -> tuple[str, ...]:
 
 def make(spec: str) -> Strategy:
     """The strategy that `spec` describes; StrategyError says what is wrong with it and what there is."""
+    if not isinstance(spec, str):
+        raise StrategyError(f"{spec!r:.80} names no strategy: give text such as 'mutwo' or 'sqrtn:segments=12'")
     target, options = _split(spec)
     return _construct(spec, _find(target), options)
 
@@ -153,7 +155,7 @@ def _construct(spec: str, cls: type[Strategy], options: str) -> Strategy:
     fields: dict[str, dataclasses.Field[Any]] = {}
     if dataclasses.is_dataclass(cls):
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(spec, cls) if fields else {}
     values: dict[str, Any] = {}
     for piece in filter(None, options.split(",")):
         name, equals, text = (part.strip() for part in piece.partition("="))
@@ -163,8 +165,15 @@ def _construct(spec: str, cls: type[Strategy], options: str) -> Strategy:
         values[name] = _convert(spec, name, hints[name], text)
     try:
         return cls(**values)
-    except (TypeError, ValueError, StrategyError) as error:
+    except Exception as error:  # whatever the class itself finds wrong with them
         raise StrategyError(f"{spec!r:.80}: {error}") from error
+
+
+def _hints(spec: str, cls: type[Strategy]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except Exception as error:  # an annotation that names what its module does not have
+        raise StrategyError(f"{spec!r:.80}: the types of its options cannot be read: {error}") from error
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

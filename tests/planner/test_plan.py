@@ -386,6 +386,13 @@ def test_an_unknown_storage_is_refused(unknown):
     assert f"there is no storage {unknown}" in refusal(read_twice(), bad)
 
 
+@pytest.mark.parametrize("make", [recompute_once, recompute_each_time])
+@pytest.mark.parametrize("unknown", [-1, 10_000])
+def test_a_plan_of_a_storage_that_is_not_there_is_refused(make, unknown):
+    with pytest.raises(PlanError, match=f"chain-3: there is no storage {unknown}"):
+        make(chain(3), [unknown])
+
+
 @pytest.mark.parametrize(("after", "before"), [(99, None), (1, 99)])
 def test_an_op_beyond_the_step_is_refused(after, before):
     graph = read_twice()

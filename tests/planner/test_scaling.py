@@ -71,6 +71,12 @@ def test_sizes_are_no_difference_and_roles_are():
     assert "not for the same things" in difference(graph, replace(graph, storages=roles))
 
 
+def test_another_number_of_values_is_a_difference():
+    graph = sized(4)
+    fewer = replace(graph, values=graph.values[:-1])
+    assert difference(graph, fewer) == f"{len(graph.values)} values and {len(fewer.values)}"
+
+
 # -- times known at another batch only ------------------------------------------------------------------------------
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from planner.errors import BudgetError
 from planner.schedule import lower
 from planner.simulator import simulate
 from planner.solve import Problem, Status, solve
@@ -68,3 +71,9 @@ def test_no_overhead_at_all_needs_the_unplanned_peak_or_free_recomputation(graph
     found = budget_for(graph, overhead=0.0)
     assert found.overhead == 0
     assert found.peak_bytes <= Problem(graph=graph, budget_bytes=1).unplanned.peak_bytes
+
+
+@pytest.mark.parametrize("overhead", [-0.1, math.nan, math.inf])
+def test_an_overhead_that_is_no_share_of_the_time_is_refused(overhead):
+    with pytest.raises(BudgetError, match=r"an overhead of .*: give a share"):
+        budget_for(residual_tower(1), overhead=overhead)

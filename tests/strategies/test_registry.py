@@ -11,6 +11,7 @@ import strategies
 from planner.errors import StrategyError
 from planner.solve import Problem, solve
 from planner.synthetic import chain
+from strategies.keep_all import KeepAll
 
 FILE = """
 from __future__ import annotations
@@ -267,3 +268,53 @@ def test_a_class_in_a_file_that_is_no_strategy_says_what_it_lacks(file):
 )
 def test_specs_are_separated_by_commas_and_keep_their_options(text, specs):
     assert strategies.split_specs(text) == specs
+
+
+# -- refused in one line --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [None, 3, ["mutwo"], KeepAll()], ids=lambda spec: type(spec).__name__)
+def test_what_is_no_text_names_no_strategy(spec):
+    with pytest.raises(StrategyError, match="names no strategy: give text such as 'mutwo'"):
+        strategies.make(spec)
+
+
+def test_a_number_with_thousands_of_digits_is_refused_in_one_line():
+    with pytest.raises(StrategyError, match="option segments=") as caught:
+        strategies.make(f"sqrtn:segments={'9' * 5000}")
+    assert len(str(caught.value)) < 250
+
+
+def test_options_whose_types_cannot_be_read_are_refused_with_the_cause(tmp_path):
+    source = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass(frozen=True)
+class Odd:
+    name: ClassVar[str] = "odd"
+    depth: NoSuchType = 3
+
+    def plan(self, problem):
+        return None
+"""
+    (tmp_path / "odd.py").write_text(source)
+    with pytest.raises(StrategyError, match="the types of its options cannot be read: name 'NoSuchType'"):
+        strategies.make(f"{tmp_path / 'odd.py'}:Odd")
+
+
+def test_a_strategy_whose_making_fails_is_told_with_the_spec(tmp_path):
+    source = """
+class Odd:
+    name = "odd"
+
+    def __init__(self):
+        raise ZeroDivisionError("by nothing")
+
+    def plan(self, problem):
+        return None
+"""
+    (tmp_path / "odd.py").write_text(source)
+    with pytest.raises(StrategyError, match=r"odd\.py:Odd': by nothing"):
+        strategies.make(f"{tmp_path / 'odd.py'}:Odd")
