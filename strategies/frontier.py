@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.errors import BudgetError
+from planner.errors import BudgetError, NoPlan
 from planner.ir import Graph
 from planner.plan import Plan, recompute_once
 from planner.solve import Problem
@@ -60,13 +60,20 @@ def trade_off_curve(
             points.append(_point(limited, None, bound_us, impossible=True, who="", started=time.perf_counter()))
             continue
         started = time.perf_counter()
-        search = Search(limited, options, work=work, bound_us=bound_us)
-        plan = search.run()
+        search = Search(limited, options, work=work, bound_us=bound_us, smallest=False)
+        plan = _run(search)
         bound_us = max(bound_us, search.bound_us)
         who = search.best.who if search.best is not None else "keeping everything" if peak <= budget else ""
         fits = plan if who else None
         points.append(_point(limited, fits, bound_us, impossible=search.impossible, who=who, started=started))
     return _monotone(points)
+
+
+def _run(search: Search) -> Plan | None:
+    try:
+        return search.run()
+    except NoPlan:  # a point without a plan says so
+        return None
 
 
 def _point(

@@ -67,10 +67,22 @@ class Found:
 
 
 class Search:
-    """One call of `Ilp.plan`. `work` carries over from other budgets on the same graph, and so does a bound."""
+    """One call of `Ilp.plan`. `work` carries over from other budgets on the same graph, and so does a bound.
 
-    def __init__(self, problem: Problem, options: Ilp, *, work: Work | None = None, bound_us: float = 0.0) -> None:
+    Where nothing can fit it looks for the `smallest` peak there is, unless nobody wants to know.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        options: Ilp,
+        *,
+        work: Work | None = None,
+        bound_us: float = 0.0,
+        smallest: bool = True,
+    ) -> None:
         self.problem = problem
+        self.wants_smallest = smallest
         self.graph = problem.graph
         self.options = options
         self.started = time.perf_counter()
@@ -282,7 +294,7 @@ class Search:
 
     def _shrink_if_nothing_fits(self) -> None:
         """Look for the smallest peak there is, and prove how small it can be."""
-        if self.best is not None:
+        if self.best is not None or (self.impossible and not self.wants_smallest):
             return
         self.hopeless = self._no_schedule_fits()
         found = smallest_peak(self.work, self.options.solver, deadline=self.deadline)

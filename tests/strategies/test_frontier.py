@@ -77,3 +77,8 @@ def test_no_overhead_at_all_needs_the_unplanned_peak_or_free_recomputation(graph
 def test_an_overhead_that_is_no_share_of_the_time_is_refused(overhead):
     with pytest.raises(BudgetError, match=r"an overhead of .*: give a share"):
         budget_for(residual_tower(1), overhead=overhead)
+
+
+def test_a_search_that_has_no_plan_at_all_is_a_point_without_one():
+    (point,) = trade_off_curve(residual_tower(3), ["60%"], options=Ilp(seeds=False), time_limit_s=0.0)
+    assert (point.plan, point.overhead, point.impossible) == (None, None, False)
