@@ -28,13 +28,15 @@ _REPR.maxlevel = 2
 
 
 def encode(value: Any) -> Any:
-    """A record, enum, tuple or scalar as plain JSON data."""
+    """A record, enum, tuple, table by name or scalar as plain JSON data."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {name: encode(item) for name, item in value.items()}
     return value
 
 
@@ -47,6 +49,11 @@ def decode(hint: Any, data: Any, where: str) -> Any:
             raise FileFormatError(f"{where}: expected a list, found {_shown(data)}")
         item = typing.get_args(hint)[0]
         return tuple([decode(item, entry, f"{where}[{i}]") for i, entry in enumerate(data)])
+    if typing.get_origin(hint) is dict:
+        if not isinstance(data, dict):
+            raise FileFormatError(f"{where}: expected an object, found {_shown(data)}")
+        item = typing.get_args(hint)[1]
+        return {name: decode(item, entry, f"{where}.{name}") for name, entry in data.items()}
     if dataclasses.is_dataclass(hint):
         return _decode_record(hint, data, where)
     if isinstance(hint, type) and issubclass(hint, Enum):

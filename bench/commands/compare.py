@@ -95,7 +95,7 @@ def _only_one(flag: str, chosen: list[str]) -> str:
 
 
 def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[str]) -> int:
-    from bench.experiments.plans.rows import as_json, compare_graph
+    from bench.experiments.plans.rows import PLANS, PlanRow, compare_graph
     from bench.experiments.results_file import save_rows
     from bench.show.tables import graph_caption, print_comparison
 
@@ -105,7 +105,7 @@ def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[
         rows += found
         print_comparison(found, title=f"{graph.name}: strategies compared", caption=graph_caption(found))
     if options.json is not None:
-        save_rows(options.json, rows=as_json(rows))
+        save_rows(options.json, PLANS, [PlanRow.of(row) for row in rows])
     return 0
 
 

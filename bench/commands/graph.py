@@ -59,6 +59,6 @@ def _solution(graph: Graph, spec: str, budget: str, *, time_limit_s: float) -> S
 
 
 def _measured(options: argparse.Namespace) -> Graph:
-    from bench.experiments.captured_graphs import measured_graph
+    from bench.experiments.prepared import measured_graph
 
     return measured_graph(workload(options))

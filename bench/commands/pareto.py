@@ -61,8 +61,8 @@ def share(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bench.experiments.pareto.rows import as_data
-    from bench.experiments.pareto.run import run_budget_for, run_pareto
+    from bench.experiments.pareto.budget_for import BUDGET_FOR, run_budget_for
+    from bench.experiments.pareto.run import PARETO, run_pareto
     from bench.experiments.results_file import save_rows
     from strategies.frontier import BUDGETS
 
@@ -78,12 +78,11 @@ def run(options: argparse.Namespace) -> int:
     if options.budget_for is not None:
         answers = [run_budget_for(graph, options.budget_for, time_limit_s=limit_s) for graph in graphs]
         if options.json is not None:
-            save_rows(options.json, rows=answers)
+            save_rows(options.json, BUDGET_FOR, answers)
         return 0
     found = [run_pareto(graph, specs, limits, time_limit_s=limit_s, out=options.out) for graph in graphs]
     if options.json is not None:
-        rows = [row for each in found for row in as_data(each)]
-        save_rows(options.json, rows=rows)
+        save_rows(options.json, PARETO, [row for curve in found for row in curve.rows])
     return 0
 
 
@@ -103,6 +102,6 @@ def _graphs(options: argparse.Namespace) -> list[Graph]:
 
 
 def _captured(options: argparse.Namespace) -> Graph:
-    from bench.experiments.captured_graphs import measured_graph, roofline_graph
+    from bench.experiments.prepared import measured_graph, roofline_graph
 
     return roofline_graph(workload(options)) if options.roofline else measured_graph(workload(options))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.experiment import Experiment, Results
 from bench.experiments.plans.rows import compare_graph
 from bench.experiments.profiling import draw_step
-from bench.experiments.registry import drawers, further, tables
+from bench.experiments.registry import load
 from bench.show.exports import write_planned
 from bench.show.file_names import slug
 from bench.show.pipeline_figure import draw_pipeline
 from bench.show.tables import markdown
-from planner.errors import FileFormatError
 from planner.ir import Graph
 from planner.solve import Status
 
@@ -38,24 +36,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_tables(folder: Path = RESULTS) -> list[Path]:
-    """Write KIND_NAME.md, and figures where the kind has any, for every KIND_NAME.json in `folder`.
+    """Write NAME.md, and figures where its kind has any, for every results file NAME.json in `folder`.
 
     A folder in it with a graph.json, as `profile` leaves them, gets the figures of that step and of a plan for it.
     """
     written: list[Path] = []
     for source in sorted(folder.glob("*.json")):
-        kind = source.stem if source.stem in tables() else source.stem.partition("_")[0]
-        maker = tables().get(kind)
-        if maker is None:
-            raise FileFormatError(f"{source}: no table is known for it; there are {', '.join(tables())}")
-        document = json.loads(source.read_text(encoding="utf-8"))
-        columns, rows = maker(document["rows"])
-        target = source.with_suffix(".md")
-        page = _page(source.stem, document, columns, rows) + further(kind, source, document["rows"])
-        target.write_text(page, encoding="utf-8")
-        written.append(target)
-        if kind in drawers():
-            written += drawers()[kind](source, document)
+        experiment, results = load(source)
+        page = source.with_suffix(".md")
+        page.write_text(page_of(experiment, results), encoding="utf-8")
+        written += [page, *experiment.draw(results)]
     return [*written, *_draw_steps(folder)]
 
 
@@ -75,11 +65,12 @@ def _draw_planned(out: Path, graph: Graph, strategy: str = "mutwo", budget: str 
     return write_planned(out, [(f"{strategy}, {budget}", row.solution)], suffix=f"_{strategy}_{slug(budget)}")
 
 
-def _page(name: str, document: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    machine, versions = document["machine"], document["versions"]
-    torch, title = versions.get("torch", "?"), name.replace("_", " ").capitalize()
+def page_of(experiment: Experiment[Any], results: Results[Any]) -> str:
+    """A results file as Markdown: what made it, its table, and what its kind has to say below."""
+    made, machine = results.provenance, results.provenance.machine
+    title = results.path.stem.replace("_", " ").capitalize()
     head = (
-        f"# {title}\n\nMade by `{document['command']}` at commit {document['commit']} on {machine['cpu']}, "
-        f"{machine['cores']} cores, {machine['memory_gib']} GiB; torch {torch}, Python {versions['python']}.\n\n"
+        f"# {title}\n\nMade by `{made.command}` at commit {made.commit} on {machine.cpu}, {machine.cores} cores, "
+        f"{machine.memory_gib} GiB; torch {made.versions.get('torch', '?')}, Python {made.versions['python']}.\n\n"
     )
-    return head + markdown(columns, rows) + "\n"
+    return head + markdown(*experiment.table(results.rows)) + "\n" + experiment.below(results)

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.experiment import Experiment, line_by_line
+from bench.experiments.prepared import prepared
 from bench.experiments.results_file import save_rows
-from bench.machine.clock import clock_for, gradients_put_back, spread
+from bench.machine.clock import Clock, gradients_put_back, spread
 from bench.machine.separate_process import in_separate_process
-from bench.show.tables import print_table
 from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
 from planner.errors import PlannerError
-from planner.schedule import unplanned_schedule
 from planner.simulator import unplanned
 from planner.units import human_bytes
+from profiler.measuring.memory import OutOfMemory
 from profiler.measuring.meters import meter_for, peak_above_start
-from profiler.measuring.op_times import measure
-from profiler.tracing.whole_step import capture
-from rewriter.replay import apply
+from rewriter.pipeline import ReadyStep
 
 CASES = (
     WorkloadSpec(model="resnet152", batch=8),
@@ -60,42 +60,35 @@ class AccuracyRow:
     pairs: int
 
 
-def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None) -> list[dict[str, Any]]:
+def run_accuracy(specs: Sequence[WorkloadSpec], *, pairs: int, out: Path | None) -> list[AccuracyRow]:
     """Measure each in a process of its own, print the table, and save the rows to `out`."""
-    rows = []
     for spec in specs:
         if spec.device != "cpu":
             raise PlannerError(
                 f"accuracy on {spec.device}: one of its meters is the process's own memory, which holds no GPU tensor; "
                 "leave out --device, or use `python -m bench verify` for predicted against measured peaks"
             )
+    rows: list[AccuracyRow] = []
     for spec in specs:
         with stage(f"measuring {spec.title} in a fresh process"):
-            rows.append(asdict(in_separate_process(measure_accuracy, spec, pairs, what=spec.title, env=GIVING_BACK)))
-        print_table("Accuracy so far", COLUMNS, [accuracy_cells(row) for row in rows])
+            rows.append(in_separate_process(measure_accuracy, spec, pairs, what=spec.title, env=GIVING_BACK))
+        ACCURACY.print("Accuracy so far", rows)
         if out is not None:
-            save_rows(out, rows=rows)
+            save_rows(out, ACCURACY, rows)
     return rows
 
 
 def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     """Everything about one model, in this process."""
-    step, model, optimizer, batch = spec.make()
-    clock = clock_for(model)
-    capture_s, traced = clock.timed(lambda: capture(step, model, optimizer, batch, name=spec.title))
-    measure_s, measured = clock.timed(lambda: measure(traced, batch, show_progress=False))
-    graph = measured.graph
-    module = apply(measured.traced, unplanned_schedule(graph))
-    meter, put_back = meter_for(next(model.parameters()).device), gradients_put_back(traced)
+    capture_s, measure_s, ready = _timed(spec)
+    workload, traced, graph = ready.workload, ready.traced, ready.graph
+    meter, put_back, clock = meter_for(workload.device), gradients_put_back(traced), Clock(workload.device)
 
     def captured() -> Any:
-        return traced.convention.call(module, batch)
-
-    def eager() -> Any:
-        return step(model, optimizer, batch)
+        return ready.unplanned(workload.batch)
 
     def from_clean(read: Callable[[Callable[[], Any]], int], call: Callable[[], Any]) -> int:
-        for p in model.parameters():
+        for p in workload.model.parameters():
             p.grad = None
         put_back()
         gc.collect()
@@ -104,11 +97,11 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     captured()
     process = from_clean(_process_peak, captured)
     allocator = from_clean(lambda call: peak_above_start(meter, call), captured)
-    eager_allocator = from_clean(lambda call: peak_above_start(meter, call), eager)
+    eager_allocator = from_clean(lambda call: peak_above_start(meter, call), workload.run_once)
     eager_times, captured_times = [], []
     for _ in range(pairs):
         put_back()
-        eager_times.append(clock.seconds(eager))
+        eager_times.append(clock.seconds(workload.run_once))
         put_back()
         captured_times.append(clock.seconds(captured))
     ratios = spread([b / a for a, b in zip(eager_times, captured_times, strict=True)])
@@ -133,6 +126,16 @@ def measure_accuracy(spec: WorkloadSpec, pairs: int) -> AccuracyRow:
     )
 
 
+def _timed(spec: WorkloadSpec) -> tuple[float, float, ReadyStep]:
+    """Seconds of capturing, seconds of measuring, and the step; OutOfMemory if it does not fit as it is."""
+    moments: list[float] = []
+    ready = prepared(spec, tell=lambda _: moments.append(time.perf_counter()))
+    captures, measures = moments
+    if not ready.as_it_is:
+        raise OutOfMemory(f"{spec.title} does not fit on this machine as it is, so that there is nothing to compare")
+    return measures - captures, time.perf_counter() - measures, ready
+
+
 def _process_peak(call: Callable[[], Any]) -> int:
     """How far the process's high-water mark rises above its resident size before the call."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the mark of what ran before
@@ -152,20 +155,23 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def accuracy_cells(row: dict[str, Any]) -> tuple[str, ...]:
+def accuracy_cells(row: AccuracyRow) -> tuple[str, ...]:
     """A row as text, in the order of COLUMNS."""
-    simulated, allocator, process = row["simulated_bytes"], row["allocator_bytes"], row["process_bytes"]
+    simulated, allocator, process = row.simulated_bytes, row.allocator_bytes, row.process_bytes
     return (
-        row["model"],
-        f"{row['ops']:,}",
-        f"{row['capture_s']:.1f}",
-        f"{row['measure_in_steps']:.1f}",
+        row.model,
+        f"{row.ops:,}",
+        f"{row.capture_s:.1f}",
+        f"{row.measure_in_steps:.1f}",
         human_bytes(simulated),
         human_bytes(allocator),
         f"{simulated / allocator - 1:+.2%}",
         human_bytes(process),
         f"{simulated / process - 1:+.1%}",
-        f"{row['sum_of_ops']:.2f}",
-        f"{row['captured_to_eager']:.3f}x",
-        f"{row['captured_low']:.3f}-{row['captured_high']:.3f}",
+        f"{row.sum_of_ops:.2f}",
+        f"{row.captured_to_eager:.3f}x",
+        f"{row.captured_low:.3f}-{row.captured_high:.3f}",
     )
+
+
+ACCURACY = Experiment(kind="accuracy", rows=(AccuracyRow,), table=line_by_line(COLUMNS, accuracy_cells))

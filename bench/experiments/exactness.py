@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 import strategies
+from bench.experiments.experiment import Experiment, Table
 from bench.experiments.results_file import save_rows
-from bench.show.tables import print_table
 from bench.show.terminal import console, say
 from bench.workloads.spec import OPTIMIZERS
 from bench.workloads.zoo import ZOO
 from planner.analysis import candidates
 from planner.solve import Problem, solve
-from profiler.measuring.op_times import measure
-from profiler.measuring.restoring import Touched
-from profiler.tracing.whole_step import TracedStep, capture
-from profiler.workload import Workload
-from rewriter.proof import Observation, compare, observe
-from rewriter.replay import apply
+from rewriter.pipeline import ReadyStep, prepare
+from rewriter.proof import Observation
 
 # Small enough to take ten steps in seconds, with everything that makes a model hard to recompute.
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -35,76 +32,82 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 OPTIMIZER_NAMES = ("sgd", "adamw", "adam-default")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactnessRow:
+    """One strategy on one model with one optimizer, compared with eager bit by bit."""
+
+    model: str
+    optimizer: str
+    strategy: str
+    steps: int
+    exact: bool
+    first_mismatch: str
+    compared: dict[str, int]  # kind of tensor -> how many
+    dropped_share: float  # of the bytes of activations that may be dropped
+    reruns: int
+    prediction_error: float  # of the peak, relative to the measured one
+
+
 def run_exactness(specs: Sequence[str], *, steps: int, out: Path | None) -> bool:
     """Prove every combination, print the matrix, save the rows; True if all are exact.
 
     Each strategy is asked for a budget that no plan meets, so that it drops all it can.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[ExactnessRow] = []
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("proving", total=len(MODELS) * len(OPTIMIZER_NAMES) * len(specs))
         for row in _rows(specs, steps):
-            done = f"{row['model']} {row['optimizer']} {row['strategy']}"
+            done = f"{row.model} {row.optimizer} {row.strategy}"
             bar.update(task, advance=1, description=done)
-            say(f"{done}: {'exact' if row['exact'] else 'DIFFERS'}")
+            say(f"{done}: {'exact' if row.exact else 'DIFFERS'}")
             rows.append(row)
-    _print(rows, steps)
-    if out is not None:
-        save_rows(out, rows=rows)
-    return all(row["exact"] for row in rows)
-
-
-def _rows(specs: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
-    for model, (batch, options) in MODELS.items():
-        for optimizer in OPTIMIZER_NAMES:
-            workload = ZOO[model](batch, optimizer=OPTIMIZERS[optimizer], **options)
-            yield from _rows_of(workload, {"model": model, "optimizer": optimizer}, specs, steps)
-
-
-def _rows_of(workload: Workload, names: dict[str, Any], specs: Sequence[str], steps: int) -> Iterator[dict[str, Any]]:
-    step, model, optimizer, batch = workload
-    traced = measure(capture(step, model, optimizer, batch), batch, show_progress=False).traced
-    expected = _observed(lambda b: step(model, optimizer, b), workload, traced, steps)
-    for spec in specs:
-        problem = Problem(graph=traced.graph, budget_bytes=1)
-        solution = solve(problem, strategies.make(spec), label=spec)
-        assert solution.schedule is not None
-        assert solution.timeline is not None
-        module = apply(traced, solution.schedule)
-        actual = _observed(lambda b, m=module: traced.convention.call(m, b), workload, traced, steps)
-        proof = compare(expected, actual, predicted_peak_bytes=solution.timeline.above_start_bytes)
-        sizes = {s: traced.graph.storages[s].nbytes for s in candidates(traced.graph)}
-        yield {
-            **names,
-            "strategy": spec,
-            "steps": steps,
-            "exact": proof.exact,
-            "first_mismatch": proof.first_mismatch,
-            "compared": dict(proof.compared),
-            "dropped_share": sum(sizes[s] for s in solution.dropped) / sum(sizes.values()),
-            "reruns": solution.timeline.reruns,
-            "prediction_error": proof.prediction_error,
-        }
-
-
-def _observed(call: Any, workload: Workload, traced: TracedStep, steps: int) -> Observation:
-    return observe(call, Touched.by(traced, workload[3]), workload[3], steps=steps)
-
-
-def matrix(rows: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[Sequence[str]]]:
-    """Rows as one line per model and optimizer, one column per strategy."""
-    specs = tuple(dict.fromkeys(row["strategy"] for row in rows))
-    table: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        cell = f"{'exact' if row['exact'] else 'DIFFERS: ' + row['first_mismatch']}, {row['dropped_share']:.0%} dropped"
-        table.setdefault((row["model"], row["optimizer"]), []).append(cell)
-    return ("model", "optimizer", *specs), [(*key, *cells) for key, cells in table.items()]
-
-
-def _print(rows: Sequence[dict[str, Any]], steps: int) -> None:
     caption = (
         f"{steps} steps against eager: every returned value, gradient, parameter, buffer, optimizer state and the "
         "generator compared bit by bit; the share of activation bytes dropped"
     )
-    columns, lines = matrix(rows)
-    print_table("Exactness", columns, lines, caption=caption)
+    EXACTNESS.print("Exactness", rows, caption=caption)
+    if out is not None:
+        save_rows(out, EXACTNESS, rows)
+    return all(row.exact for row in rows)
+
+
+def _rows(specs: Sequence[str], steps: int) -> Iterator[ExactnessRow]:
+    for model, (batch, options) in MODELS.items():
+        for optimizer in OPTIMIZER_NAMES:
+            ready = prepare(ZOO[model](batch, optimizer=OPTIMIZERS[optimizer], **options), ["100%"])
+            expected = ready.eager_seen(ready.workload.batch, steps=steps)
+            for spec in specs:
+                yield _row(ready, expected, model=model, optimizer=optimizer, spec=spec)
+
+
+def _row(ready: ReadyStep, expected: Observation, *, model: str, optimizer: str, spec: str) -> ExactnessRow:
+    solution = solve(Problem(graph=ready.graph, budget_bytes=1), strategies.make(spec), label=spec)
+    assert solution.schedule is not None
+    assert solution.timeline is not None
+    proof = ready.proof_against(expected, ready.replayed(solution.schedule), solution, ready.workload.batch)
+    sizes = {s: ready.graph.storages[s].nbytes for s in candidates(ready.graph)}
+    return ExactnessRow(
+        model=model,
+        optimizer=optimizer,
+        strategy=spec,
+        steps=proof.steps,
+        exact=proof.exact,
+        first_mismatch=proof.first_mismatch,
+        compared=dict(proof.compared),
+        dropped_share=sum(sizes[s] for s in solution.dropped) / sum(sizes.values()),
+        reruns=solution.timeline.reruns,
+        prediction_error=proof.prediction_error,
+    )
+
+
+def matrix(rows: Sequence[ExactnessRow]) -> Table:
+    """Rows as one line per model and optimizer, one column per strategy."""
+    specs = tuple(dict.fromkeys(row.strategy for row in rows))
+    table: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        cell = f"{'exact' if row.exact else 'DIFFERS: ' + row.first_mismatch}, {row.dropped_share:.0%} dropped"
+        table.setdefault((row.model, row.optimizer), []).append(cell)
+    return ("model", "optimizer", *specs), [(*key, *cells) for key, cells in table.items()]
+
+
+EXACTNESS = Experiment(kind="exactness", rows=(ExactnessRow,), table=matrix)

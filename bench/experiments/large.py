@@ -8,17 +8,16 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import strategies
+from bench.experiments.experiment import Experiment, line_by_line
 from bench.experiments.results_file import save_rows
 from bench.machine.separate_process import in_separate_process
-from bench.show.tables import print_table
 from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
-from planner.solve import Problem, solve
+from planner.solve import Problem, Status, solve
 from planner.units import human_bytes
 from profiler.estimating.devices import find_device
 from profiler.estimating.roofline import estimated
@@ -48,7 +47,7 @@ class LargeRow:
     start_bytes: int
     unplanned_peak_bytes: int
     budget: str
-    status: str
+    status: Status
     planned_peak_bytes: int | None
     overhead: float | None
     gap: float | None
@@ -56,15 +55,15 @@ class LargeRow:
     process_bytes: int
 
 
-def run_large(specs: Sequence[WorkloadSpec], *, time_limit_s: float, out: Path | None) -> list[dict[str, Any]]:
+def run_large(specs: Sequence[WorkloadSpec], *, time_limit_s: float, out: Path | None) -> list[LargeRow]:
     """Each in a process of its own; prints the table and saves the rows to `out`."""
-    rows: list[dict[str, Any]] = []
+    rows: list[LargeRow] = []
     for spec in specs:
         with stage(f"capturing and planning {spec.title} in a fresh process"):
-            rows.append(asdict(in_separate_process(measure_large, spec, time_limit_s, what=spec.title)))
-        print_table("Large models so far", COLUMNS, [large_cells(row) for row in rows])
+            rows.append(in_separate_process(measure_large, spec, time_limit_s, what=spec.title))
+        LARGE.print("Large models so far", rows)
         if out is not None:
-            save_rows(out, rows=rows)
+            save_rows(out, LARGE, rows)
     return rows
 
 
@@ -91,7 +90,7 @@ def measure_large(spec: WorkloadSpec, time_limit_s: float) -> LargeRow:
         start_bytes=graph.start_bytes,
         unplanned_peak_bytes=problem.unplanned.peak_bytes,
         budget=BUDGET,
-        status=found.status.value,
+        status=found.status,
         planned_peak_bytes=None if found.timeline is None else found.timeline.peak_bytes,
         overhead=found.overhead,
         gap=found.gap,
@@ -106,21 +105,24 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def large_cells(row: dict[str, Any]) -> tuple[str, ...]:
+def large_cells(row: LargeRow) -> tuple[str, ...]:
     """A row as text, in the order of COLUMNS."""
-    peak = row["planned_peak_bytes"]
+    peak = row.planned_peak_bytes
     return (
-        row["model"],
-        f"{row['parameters'] / 1e6:,.0f} M",
-        f"{row['ops']:,}",
-        f"{row['capture_s']:.1f}",
-        f"{row['capture_cpu_s']:.1f}",
-        human_bytes(row["unplanned_peak_bytes"]),
-        f"{row['budget']}: {row['status']}",
+        row.model,
+        f"{row.parameters / 1e6:,.0f} M",
+        f"{row.ops:,}",
+        f"{row.capture_s:.1f}",
+        f"{row.capture_cpu_s:.1f}",
+        human_bytes(row.unplanned_peak_bytes),
+        f"{row.budget}: {row.status.value}",
         "-" if peak is None else human_bytes(peak),
-        "-" if row["overhead"] is None else f"{row['overhead']:.1%}",
-        "-" if row["gap"] is None else f"{row['gap']:.1%}",
-        f"{row['plan_s']:.1f}",
-        human_bytes(row["process_bytes"]),
-        row["device"],
+        "-" if row.overhead is None else f"{row.overhead:.1%}",
+        "-" if row.gap is None else f"{row.gap:.1%}",
+        f"{row.plan_s:.1f}",
+        human_bytes(row.process_bytes),
+        row.device,
     )
+
+
+LARGE = Experiment(kind="large", rows=(LargeRow,), table=line_by_line(COLUMNS, large_cells))

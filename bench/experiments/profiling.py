@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.machine.memory_need import check_fits
+from bench.experiments.prepared import prepared
 from bench.show.axes import ROLE_NAMES
 from bench.show.memory_figures import draw_memory_by_role
 from bench.show.step_figures import (
@@ -19,7 +19,7 @@ from bench.show.step_figures import (
     time_by_kind,
 )
 from bench.show.tables import print_table
-from bench.show.terminal import console, say, stage
+from bench.show.terminal import console, say
 from bench.workloads.spec import WorkloadSpec
 from planner.analysis import candidates, liveness
 from planner.ir import Graph, Phase, Role
@@ -27,28 +27,25 @@ from planner.plan import recomputation
 from planner.schedule import unplanned_schedule
 from planner.simulator import Timeline, unplanned
 from planner.units import human_bytes
-from profiler.measuring.op_times import Measured, measure
-from profiler.tracing.whole_step import capture
+from profiler.measuring.op_times import Measured
 
 
 def run_profile(spec: WorkloadSpec, *, out: Path | None) -> Measured:
-    """Measure one step, print what it is made of, and write files to `out`; OutOfMemory if it does not fit."""
-    step, model, optimizer, batch = spec.make()
-    with stage("capturing the step"):
-        started = time.perf_counter()
-        traced = capture(step, model, optimizer, batch, name=spec.title)
-        capture_s = time.perf_counter() - started
-    check_fits(spec.title, traced)
-    say("measuring every op")
-    started = time.perf_counter()
-    measured = measure(traced, batch)
-    measure_s = time.perf_counter() - started
-    graph = measured.graph
+    """Measure one step, print what it is made of, and write files to `out`."""
+    moments: list[float] = []
+
+    def tell(text: str) -> None:
+        say(text)
+        moments.append(time.perf_counter())
+
+    ready = prepared(spec, tell=tell, show_progress=True)
+    capture_s, measure_s = moments[1] - moments[0], time.perf_counter() - moments[1]
+    measured, graph = ready.measured, ready.graph
     timeline = unplanned(graph)
     _print_summary(graph, timeline)
     console.print(f"captured in {capture_s:.1f} s, measured in {measure_s:.1f} s ({graph.timing})")
-    if traced.opaque_reason:
-        console.print(f"the optimizer runs as itself, outside the graph: {traced.opaque_reason}")
+    if reason := ready.traced.opaque_reason:
+        console.print(f"the optimizer runs as itself, outside the graph: {reason}")
     if out is not None:
         write_files(out, measured)
         console.print(f"written to {out}: graph.json, node_stats.csv, activation_stats.csv and four figures")

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from bench.experiments.experiment import Experiment, line_by_line
+from bench.experiments.prepared import prepared
 from bench.experiments.results_file import save_rows
-from bench.show.tables import print_table
 from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
 from planner.scaling import Scaling
-from planner.schedule import unplanned_schedule
 from planner.simulator import unplanned
 from planner.units import human_bytes
+from profiler.measuring.memory import OutOfMemory
 from profiler.measuring.meters import meter_for, peak_above_start
-from profiler.measuring.op_times import measure
-from profiler.tracing.whole_step import capture
-from rewriter.replay import apply
 
 CASES = (
     WorkloadSpec(model="resnet50", batch=16),
@@ -28,15 +26,28 @@ CASES = (
 )
 
 
-def run_scaled(specs: Sequence[WorkloadSpec], *, out: Path | None) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledRow:
+    """One model: the peak that its step adds to memory, by two predictions and by the allocator's own count."""
+
+    model: str
+    batch: int
+    from_batches: tuple[int, int]
+    scaled_bytes: int
+    captured_bytes: int
+    allocator_bytes: int
+    tensors_exact: bool
+
+
+def run_scaled(specs: Sequence[WorkloadSpec], *, out: Path | None) -> list[ScaledRow]:
     """One row a model, saved as they come: captured at a quarter and half of its batch, run at the whole."""
-    rows: list[dict[str, Any]] = []
+    rows: list[ScaledRow] = []
     for spec in specs:
         with stage(f"{spec.title}: measuring at smaller batches, running at its own"):
             rows.append(scaled_row(spec))
         if out is not None:
-            save_rows(out, rows=rows)
-    print_table("Peaks predicted from other batches", COLUMNS, [scaled_cells(row) for row in rows], caption=CAPTION)
+            save_rows(out, SCALED, rows)
+    SCALED.print("Peaks predicted from other batches", rows, caption=CAPTION)
     return rows
 
 
@@ -46,41 +57,37 @@ CAPTION = (
 )
 
 
-def scaled_row(spec: WorkloadSpec) -> dict[str, Any]:
+def scaled_row(spec: WorkloadSpec) -> ScaledRow:
     """The batch of `spec` by two predictions, and by the allocator."""
     whole = spec.batch_size
     quarter = max(2, whole // 4)  # a batch of 1 has views where others have copies
     sizes = (quarter, max(quarter + 1, whole // 2))
-    low, high = (_measured(spec.at_batch(size)) for size in sizes)
+    low, high = (prepared(spec.at_batch(size)).graph for size in sizes)
     predicted = Scaling(low=low, high=high, low_batch=sizes[0], high_batch=sizes[1]).at(whole)
     captured, allocator_bytes = _run(spec)
-    return {
-        "model": spec.title,
-        "batch": whole,
-        "from_batches": sizes,
-        "scaled_bytes": _peak(predicted),
-        "captured_bytes": _peak(captured),
-        "allocator_bytes": allocator_bytes,
-        "tensors_exact": [s.nbytes for s in predicted.storages] == [s.nbytes for s in captured.storages],
-    }
-
-
-def _measured(spec: WorkloadSpec) -> Graph:
-    step, model, optimizer, batch = spec.make()
-    return measure(capture(step, model, optimizer, batch), batch, show_progress=False).graph
+    return ScaledRow(
+        model=spec.title,
+        batch=whole,
+        from_batches=sizes,
+        scaled_bytes=_peak(predicted),
+        captured_bytes=_peak(captured),
+        allocator_bytes=allocator_bytes,
+        tensors_exact=[s.nbytes for s in predicted.storages] == [s.nbytes for s in captured.storages],
+    )
 
 
 def _run(spec: WorkloadSpec) -> tuple[Graph, int]:
     """The measured graph, and what the captured step adds to memory by the allocator's own count."""
-    step, model, optimizer, batch = spec.make()
-    measured = measure(capture(step, model, optimizer, batch), batch, show_progress=False)
-    module = apply(measured.traced, unplanned_schedule(measured.graph))
-    measured.traced.convention.call(module, batch)
-    for p in model.parameters():
+    ready = prepared(spec)
+    if not ready.as_it_is:
+        raise OutOfMemory(f"{spec.title} does not fit on this machine as it is, so that there is nothing to compare")
+    workload = ready.workload
+    ready.unplanned(workload.batch)
+    for p in workload.model.parameters():
         p.grad = None
     gc.collect()
-    meter = meter_for(next(model.parameters()).device)
-    return measured.graph, peak_above_start(meter, lambda: measured.traced.convention.call(module, batch))
+    meter = meter_for(workload.device)
+    return ready.graph, peak_above_start(meter, lambda: ready.unplanned(workload.batch))
 
 
 def _peak(graph: Graph) -> int:
@@ -90,16 +97,19 @@ def _peak(graph: Graph) -> int:
 COLUMNS = ("model", "from batches", "scaled", "off by", "captured", "off by", "allocator", "tensors exact")
 
 
-def scaled_cells(row: dict[str, Any]) -> tuple[str, ...]:
+def scaled_cells(row: ScaledRow) -> tuple[str, ...]:
     """A row as text, in the order of COLUMNS."""
-    truth = row["allocator_bytes"]
+    truth = row.allocator_bytes
     return (
-        row["model"],
-        " and ".join(map(str, row["from_batches"])),
-        human_bytes(row["scaled_bytes"]),
-        f"{row['scaled_bytes'] / truth - 1:+.2%}",
-        human_bytes(row["captured_bytes"]),
-        f"{row['captured_bytes'] / truth - 1:+.2%}",
+        row.model,
+        " and ".join(map(str, row.from_batches)),
+        human_bytes(row.scaled_bytes),
+        f"{row.scaled_bytes / truth - 1:+.2%}",
+        human_bytes(row.captured_bytes),
+        f"{row.captured_bytes / truth - 1:+.2%}",
         human_bytes(truth),
-        "yes" if row["tensors_exact"] else "no",
+        "yes" if row.tensors_exact else "no",
     )
+
+
+SCALED = Experiment(kind="scaled", rows=(ScaledRow,), table=line_by_line(COLUMNS, scaled_cells))

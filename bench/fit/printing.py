@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from bench.fit.figure import draw_throughput
 from bench.fit.question import fit
 from bench.fit.report import FitReport, GpuRow, Largest, Option
 from bench.show.axes import ROLE_NAMES
 from bench.show.file_names import slug
 from bench.show.tables import print_table
-from bench.show.terminal import console, say
+from bench.show.terminal import console, progress, say
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Role
 from planner.units import human_bytes
@@ -52,8 +50,7 @@ def _asked(spec: WorkloadSpec, device: Device, *, time_limit_s: float, without_m
     def make(batch: int) -> Workload:
         return spec.at_batch(batch).make()
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress() as bar:
         task = bar.add_task("making the model", total=None)
 
         def tell(text: str) -> None:

@@ -42,11 +42,6 @@ class Clock:
             self._api.synchronize(self._device)
 
 
-def clock_for(model: torch.nn.Module) -> Clock:
-    """The clock of the device that a model lies on."""
-    return Clock(next((p.device for p in model.parameters()), torch.device("cpu")))
-
-
 def gradients_put_back(traced: TracedStep) -> Callable[[], None]:
     """What gives parameters the `.grad`s of now again, where the captured step minds which it begins with.
 

@@ -9,8 +9,9 @@ import torch
 from planner.ir import Graph, Role
 from planner.simulator import unplanned
 from planner.units import human_bytes
-from profiler.measuring.memory import OutOfMemory, available_bytes
+from profiler.measuring.memory import available_bytes
 from profiler.tracing.whole_step import TracedStep
+from profiler.workload import device_of
 
 # A process needs more than its tensors, and workspaces are not known before they are measured: this share of what is
 # available stays out of reach.
@@ -32,12 +33,12 @@ class Need:
     done_copies_bytes: int
 
 
-def need_of(traced: TracedStep, *, proven_steps: int = 0) -> Need:
+def need_of(traced: TracedStep, *, proven_steps: int = 0, added_bytes: int | None = None) -> Need:
     """The need of measuring a step unplanned and, with `proven_steps`, of comparing a planned one with eager over them.
 
-    `state_kept` copies all that a step writes to, as far as it is there. `observe` copies the gradients after each
-    step, and at the end parameters, buffers and optimizer state; eager's copies are held while a planned step, which
-    peaks no higher than the unplanned one, makes its own.
+    `added_bytes` is what the step adds to memory, where that is not what it adds unplanned. `state_kept` copies all
+    that a step writes to, as far as it is there. `observe` copies the gradients after each step, at the end parameters,
+    buffers and optimizer state; eager's copies are held while a planned step, which peaks no higher, makes its own.
     """
     graph, made = traced.graph, {traced.graph.values[v].storage for v in traced.gradients.values()}
     gradients = sum(graph.storages[s].nbytes for s in made)
@@ -45,7 +46,7 @@ def need_of(traced: TracedStep, *, proven_steps: int = 0) -> Need:
     lazy = 0 if traced.convention.optimizer.state else _start_bytes(graph, Role.OPT_STATE)  # made by the first step
     kept, seen = state - lazy, state + proven_steps * gradients if proven_steps else 0
     return Need(
-        peak_bytes=lazy + unplanned(graph).above_start_bytes,
+        peak_bytes=lazy + (unplanned(graph).above_start_bytes if added_bytes is None else added_bytes),
         peak_copies_bytes=kept + seen + max(0, proven_steps - 1) * gradients,
         done_bytes=lazy + gradients,
         done_copies_bytes=kept + 2 * seen,
@@ -57,10 +58,15 @@ def _start_bytes(graph: Graph, role: Role) -> int:
     return sum(graph.storages[s].nbytes for s in storages if graph.storages[s].role is role)
 
 
-def lack_of(traced: TracedStep, *, proven_steps: int = 0) -> str:
+def lack_of(traced: TracedStep, *, proven_steps: int = 0, added_bytes: int | None = None) -> str:
     """Why a step that was just captured does not fit beside its copies, with the numbers; "" where it does."""
-    device = next((p.device for p in traced.convention.model.parameters()), _MAIN)
-    return lack(need_of(traced, proven_steps=proven_steps), device)
+    need = need_of(traced, proven_steps=proven_steps, added_bytes=added_bytes)
+    return lack(need, device_of(traced.convention.model))
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What may be taken of the memory that is available there."""
+    return int((1 - HEADROOM) * available_bytes(device))
 
 
 def lack(need: Need, device: torch.device) -> str:
@@ -71,20 +77,10 @@ def lack(need: Need, device: torch.device) -> str:
         both = max(need.peak_bytes + need.peak_copies_bytes, need.done_bytes + need.done_copies_bytes)
         demands = [(_MAIN, both)]
     for place, nbytes in demands:
-        there = available_bytes(place)
-        usable = int((1 - HEADROOM) * there)
+        usable = usable_bytes(place)
         if nbytes > usable:
             return (
                 f"it needs {human_bytes(nbytes)} more on {place}, copies included, and "
-                f"{human_bytes(usable)} of the {human_bytes(there)} available may be taken"
+                f"{human_bytes(usable)} of the {human_bytes(available_bytes(place))} available may be taken"
             )
     return ""
-
-
-def check_fits(what: str, traced: TracedStep, *, proven_steps: int = 0) -> None:
-    """OutOfMemory, with the numbers and the way on, where a step that was just captured cannot be run here."""
-    if why := lack_of(traced, proven_steps=proven_steps):
-        raise OutOfMemory(
-            f"{what} does not fit on this machine: {why}. A smaller --batch may; --batches predicts what does not fit; "
-            "`python -m bench fit`, `plans` and `--graph` plan without running"
-        )

@@ -8,31 +8,48 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 PACKAGES = ("recompute-planner", "torch", "torchvision", "transformers", "ortools", "pulp", "numpy")
 
 
-def command_line() -> str:
-    """The command that is running, as one would type it."""
-    return shlex.join(["python", "-m", "bench", *sys.argv[1:]])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a run was made on; None for what it does not tell."""
+
+    cpu: str
+    cores: int | None
+    threads: int | None = None
+    memory_gib: float | None
+    system: str
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, machine and commit of this run."""
-    return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        "machine": {
-            "cpu": _cpu(),
-            "cores": os.cpu_count(),
-            "threads": _threads(),
-            "memory_gib": _memory_gib(),
-            "system": platform.system(),
-        },
-        "commit": _commit(),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The command, the versions of what it used, the machine and the commit."""
+
+    command: str
+    versions: dict[str, str]
+    machine: Machine
+    commit: str
+
+
+def provenance() -> Provenance:
+    """That of this run."""
+    return Provenance(
+        command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        machine=Machine(
+            cpu=_cpu(),
+            cores=os.cpu_count(),
+            threads=_threads(),
+            memory_gib=_memory_gib(),
+            system=platform.system(),
+        ),
+        commit=_commit(),
+    )
 
 
 def _version(name: str) -> str:

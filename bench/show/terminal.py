@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 console = Console()
 if not console.is_terminal:
@@ -24,3 +25,9 @@ def stage(text: str) -> Iterator[None]:
     say(text)
     with console.status(text):
         yield
+
+
+def progress() -> Progress:
+    """A bar that says what is being done and for how long; gone when done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

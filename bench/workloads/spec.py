@@ -109,12 +109,8 @@ class WorkloadSpec:
 
     def capture(self, workload: Workload) -> TracedStep:
         """One graph of a workload that `make` gave, with the liberties that were asked for."""
-        step, model, optimizer, batch = workload
         return capture(
-            step,
-            model,
-            optimizer,
-            batch,
+            *workload,
             name=self.title,
             free_gradients=self.free_gradients,
             early_updates=self.early_updates,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
+from bench.experiments.calibration.rows import KindRow, Sums, Times
 from profiler.estimating.kinds import OpKind
 
 # Kinds that share a colour in the figure.
@@ -42,19 +42,16 @@ class Point:
     measured_us: float
 
 
-def agreement(found: Sequence[Point]) -> dict[str, Any]:
-    """How well the estimates of one step follow its measured times."""
-    guessed, taken = [p.estimated_us for p in found], [p.measured_us for p in found]
-    off_us = sum(abs(p.estimated_us - p.measured_us) for p in found)
-    return {
-        "ops": len(found),
-        "estimated_us": sum(guessed),
-        "measured_us": sum(taken),
-        "rank_correlation": spearman(guessed, taken),
-        "weighted_rank_correlation": spearman(guessed, taken, weights=taken),
-        "median_factor": median_factor(found),
-        "misplaced_share": off_us / sum(taken),  # Σ|estimated - measured| to Σ measured
-    }
+def sums_of(found: Sequence[Point]) -> Sums:
+    """How much the estimates of some ops are off, in all."""
+    taken_us = sum(p.measured_us for p in found)
+    return Sums(
+        ops=len(found),
+        estimated_us=sum(p.estimated_us for p in found),
+        measured_us=taken_us,
+        median_factor=median_factor(found),
+        misplaced_share=sum(abs(p.estimated_us - p.measured_us) for p in found) / taken_us,
+    )
 
 
 def median_factor(found: Sequence[Point]) -> float:
@@ -62,19 +59,24 @@ def median_factor(found: Sequence[Point]) -> float:
     return math.exp(statistics.median(abs(math.log(p.estimated_us / p.measured_us)) for p in found))
 
 
-def by_kind(found: Sequence[Point]) -> list[dict[str, Any]]:
+def by_kind(found: Sequence[Point]) -> tuple[KindRow, ...]:
     """Sums and errors of each kind, the dearest first."""
-    rows = []
-    for kind in OpKind:
-        ours = [p for p in found if p.kind is kind]
-        if ours:
-            sums = {key: value for key, value in agreement(ours).items() if "rank" not in key}
-            rows.append({"kind": kind.value, **sums})
-    return sorted(rows, key=lambda row: -row["measured_us"])
+    kinds = {kind: [p for p in found if p.kind is kind] for kind in OpKind}
+    rows = [KindRow(kind=kind, **asdict(sums_of(ours))) for kind, ours in kinds.items() if ours]
+    return tuple(sorted(rows, key=lambda row: -row.measured_us))
 
 
-def spearman(a: Sequence[float], b: Sequence[float], *, weights: Sequence[float] | None = None) -> float:
-    """The correlation of ranks, ties at their mean rank; with `weights`, of both ranks under these weights."""
+def rank_correlations(found: Sequence[Point]) -> tuple[float | None, float | None]:
+    """Spearman's over all ops, and the same with each op weighed by its measured time."""
+    guessed, taken = [p.estimated_us for p in found], [p.measured_us for p in found]
+    return spearman(guessed, taken), spearman(guessed, taken, weights=taken)
+
+
+def spearman(a: Sequence[float], b: Sequence[float], *, weights: Sequence[float] | None = None) -> float | None:
+    """The correlation of ranks, ties at their mean rank; with `weights`, of both ranks under these weights.
+
+    None where all values of one side are equal.
+    """
     x, y = ranks(a), ranks(b)
     w = list(weights) if weights is not None else [1.0] * len(x)
     total = sum(w)
@@ -84,7 +86,7 @@ def spearman(a: Sequence[float], b: Sequence[float], *, weights: Sequence[float]
     spread = math.sqrt(
         sum(wi * (p - mean_x) ** 2 for wi, p, _ in rows) * sum(wi * (q - mean_y) ** 2 for wi, _, q in rows)
     )
-    return covariance / spread if spread else math.nan
+    return covariance / spread if spread else None
 
 
 def ranks(values: Sequence[float]) -> list[float]:
@@ -101,11 +103,15 @@ def ranks(values: Sequence[float]) -> list[float]:
     return found
 
 
-def by_group(found: Sequence[Point]) -> dict[str, dict[str, list[float]]]:
+def by_group(found: Sequence[Point]) -> dict[str, Times]:
     """Times as the figure shows them, four digits each: column by column, which keeps the file short."""
-    columns: dict[str, dict[str, list[float]]] = {}
+    groups: dict[str, list[Point]] = {}
     for point in found:
-        column = columns.setdefault(GROUPS[point.kind], {"estimated_us": [], "measured_us": []})
-        column["estimated_us"].append(float(f"{point.estimated_us:.4g}"))
-        column["measured_us"].append(float(f"{point.measured_us:.4g}"))
-    return columns
+        groups.setdefault(GROUPS[point.kind], []).append(point)
+    return {
+        group: Times(
+            estimated_us=tuple(float(f"{p.estimated_us:.4g}") for p in points),
+            measured_us=tuple(float(f"{p.measured_us:.4g}") for p in points),
+        )
+        for group, points in groups.items()
+    }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.calibration.rows import CalibrationRow
 from bench.show.axes import axes_in_grid
 
 
@@ -45,21 +46,21 @@ def _draw_panel(axes: Any, panel: Estimates, groups: Sequence[str], span: tuple[
     axes.set(xlabel="measured time of an op (µs)", ylabel="estimated (µs)")
 
 
-def draw_points(path: Path, rows: Sequence[dict[str, Any]]) -> list[Path]:
+def draw_points(path: Path, rows: Sequence[CalibrationRow]) -> list[Path]:
     """The figure of every op, one panel a model; none where rows were saved without their points."""
-    if not rows or any("points" not in row for row in rows):
+    if not rows or any(not row.points for row in rows):
         return []
-    title = f"Op times {rows[0]['times'][0]}, against those measured on it"
+    title = f"Op times {rows[0].times[0]}, against those measured on it"
     draw_estimates(path, [panel(row) for row in rows], title=title)
     return [path]
 
 
-def panel(row: dict[str, Any]) -> Estimates:
+def panel(row: CalibrationRow) -> Estimates:
     """One model's part of the figure."""
     shown = (
         (group, estimated_us, measured_us)
-        for group, columns in row["points"].items()
-        for estimated_us, measured_us in zip(columns["estimated_us"], columns["measured_us"], strict=True)
+        for group, times in row.points.items()
+        for estimated_us, measured_us in zip(times.estimated_us, times.measured_us, strict=True)
     )
-    ratio = row["estimated_us"] / row["measured_us"]
-    return Estimates(title=f"{row['model']}: estimated {ratio:.2f}x measured", points=tuple(shown))
+    ratio = row.estimated_us / row.measured_us
+    return Estimates(title=f"{row.model}: estimated {ratio:.2f}x measured", points=tuple(shown))

@@ -1,12 +1,91 @@
-"""The rows of a calibration as tables and sentences."""
+"""The rows of a calibration, as tables and sentences."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
+from bench.experiments.experiment import Table
 from planner.units import human_bytes
+from profiler.estimating.kinds import OpKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Estimated and measured time of some ops that are not views, and how far they lie apart."""
+
+    ops: int
+    estimated_us: float
+    measured_us: float
+    median_factor: float  # of the middle op: 2.0 is twice or half as long
+    misplaced_share: float  # Σ|estimated - measured| to Σ measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindRow(Sums):
+    """All ops of one kind."""
+
+    kind: OpKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedPlan:
+    """What a plan costs on the measured graph, wherever it was made; None without a plan."""
+
+    overhead: float | None
+    peak_bytes: int | None
+    over_bytes: int | None
+    solve_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPair:
+    """One strategy's plans on the estimated and on the measured graph for the same bytes."""
+
+    strategy: str
+    budget: str
+    budget_bytes: int
+    above_start_bytes: int
+    from_measured: JudgedPlan
+    from_estimated: JudgedPlan
+    estimated_overhead: float | None  # as the estimated graph has it
+    estimated_peak_bytes: int | None
+
+    @property
+    def extra(self) -> float | None:
+        """How much more overhead the plan made from estimates has; None where the other does not fit, or is none."""
+        own, other = self.from_measured, self.from_estimated
+        if own.overhead is None or other.overhead is None or own.over_bytes:
+            return None
+        return other.overhead - own.overhead
+
+    @property
+    def over_share(self) -> float:
+        """By how much the plan made from estimates is over budget, to what the step may add."""
+        return (self.from_estimated.over_bytes or 0) / self.above_start_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Times of the same ops, column by column."""
+
+    estimated_us: tuple[float, ...]
+    measured_us: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRow(Sums):
+    """One model: its ops, the plans made for it, and the points of the figure, which a file may leave out."""
+
+    model: str
+    times: tuple[str, str]  # where the estimated and the measured ones come from
+    rank_correlation: float | None
+    weighted_rank_correlation: float | None
+    kinds: tuple[KindRow, ...]
+    plans: tuple[PlanPair, ...]
+    points: dict[str, Times] = field(default_factory=dict)  # by group of kinds
+
 
 COLUMNS = (
     "model", "ops", "measured ms", "estimated ms", "estimated to measured", "rank correlation", "the same, by time",
@@ -29,18 +108,14 @@ READING = (
 )
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def summary(rows: Sequence[CalibrationRow]) -> str:
     """The whole report in three sentences."""
-    totals = [row["estimated_us"] / row["measured_us"] for row in rows]
-    ordered = [row["rank_correlation"] for row in rows]
-    plans = [plan for row in rows for plan in row["plans"] if plan["from_estimated"]["overhead"] is not None]
-    fair = [p for p in plans if p["from_measured"]["over_bytes"] == 0]
-    extra = [p["from_estimated"]["overhead"] - p["from_measured"]["overhead"] for p in fair]
-    over = [p["from_estimated"]["over_bytes"] / p["above_start_bytes"] for p in fair]
-    text = (
-        f"Totals are {min(totals):.2f}x to {max(totals):.2f}x the measured ones, rank correlations "
-        f"{min(ordered):.2f} to {max(ordered):.2f}."
-    )
+    totals = [row.estimated_us / row.measured_us for row in rows]
+    ordered = [row.rank_correlation for row in rows if row.rank_correlation is not None]
+    fair = [(plan.extra, plan.over_share) for row in rows for plan in row.plans if plan.extra is not None]
+    extra, over = [e for e, _ in fair], [share for _, share in fair]
+    text = f"Totals are {min(totals):.2f}x to {max(totals):.2f}x the measured ones"
+    text += f", rank correlations {min(ordered):.2f} to {max(ordered):.2f}." if ordered else "."
     if not fair:
         return text + " No plan from measured times fits its budget, so that there is nothing to compare."
     broken = sum(share > 0 for share in over)
@@ -52,57 +127,61 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def calibration_cells(row: dict[str, Any]) -> tuple[str, ...]:
+def calibration_cells(row: CalibrationRow) -> tuple[str, ...]:
     """A model as text, in the order of COLUMNS."""
     return (
-        row["model"],
-        f"{row['ops']:,}",
+        row.model,
+        f"{row.ops:,}",
         *_sums(row),
-        f"{row['rank_correlation']:.3f}",
-        f"{row['weighted_rank_correlation']:.3f}",
-        f"{row['median_factor']:.2f}x",
-        f"{row['misplaced_share']:.0%}",
+        _rank(row.rank_correlation),
+        _rank(row.weighted_rank_correlation),
+        f"{row.median_factor:.2f}x",
+        f"{row.misplaced_share:.0%}",
     )
 
 
-def _sums(row: dict[str, Any]) -> tuple[str, str, str]:
-    measured, guessed = row["measured_us"], row["estimated_us"]
+def _rank(correlation: float | None) -> str:
+    return "-" if correlation is None else f"{correlation:.3f}"
+
+
+def _sums(row: Sums) -> tuple[str, str, str]:
+    measured, guessed = row.measured_us, row.estimated_us
     return f"{measured / 1e3:,.1f}", f"{guessed / 1e3:,.1f}", f"{guessed / measured:.2f}x"
 
 
-def more_tables(rows: Sequence[dict[str, Any]]) -> list[tuple[str, Sequence[str], list[Sequence[str]]]]:
-    """(title, columns, cells) of what lies inside the rows: plans, and errors by kind."""
-    plans = [plan_cells(row["model"], plan) for row in rows for plan in row["plans"]]
+def more_tables(rows: Sequence[CalibrationRow]) -> list[tuple[str, Table]]:
+    """Titles and tables of what lies inside the rows: plans, and errors by kind."""
+    plans = [plan_cells(row.model, plan) for row in rows for plan in row.plans]
     kinds = [
-        (row["model"], kind["kind"], f"{kind['ops']:,}", *_sums(kind), f"{kind['median_factor']:.2f}x")
+        (row.model, kind.kind.value, f"{kind.ops:,}", *_sums(kind), f"{kind.median_factor:.2f}x")
         for row in rows
-        for kind in row["kinds"]
+        for kind in row.kinds
     ]
     return [
-        ("Plans made from estimates, judged on measured times", PLAN_COLUMNS, [*plans]),
-        ("Estimated against measured by kind of op", KIND_COLUMNS, [*kinds]),
+        ("Plans made from estimates, judged on measured times", (PLAN_COLUMNS, plans)),
+        ("Estimated against measured by kind of op", (KIND_COLUMNS, kinds)),
     ]
 
 
-def plan_cells(model: str, plan: dict[str, Any]) -> tuple[str, ...]:
+def plan_cells(model: str, plan: PlanPair) -> tuple[str, ...]:
     """A plan as text, in the order of PLAN_COLUMNS."""
-    other = plan["from_estimated"]
-    over = other["over_bytes"]
+    other = plan.from_estimated
+    over = other.over_bytes
     fits = "-" if over is None else "within budget" if not over else f"over by {human_bytes(over)}"
     if over:
-        fits += f" ({over / plan['above_start_bytes']:.1%} of what the step may add)"
+        fits += f" ({over / plan.above_start_bytes:.1%} of what the step may add)"
     return (
         model,
-        plan["budget"],
-        plan["strategy"],
-        _overhead(plan["from_measured"]),
+        plan.budget,
+        plan.strategy,
+        _overhead(plan.from_measured),
         _overhead(other),
-        "-" if plan["estimated_overhead"] is None else f"{plan['estimated_overhead']:.2%}",
+        "-" if plan.estimated_overhead is None else f"{plan.estimated_overhead:.2%}",
         fits,
     )
 
 
-def _overhead(judged: dict[str, Any]) -> str:
-    if judged["overhead"] is None:
+def _overhead(judged: JudgedPlan) -> str:
+    if judged.overhead is None:
         return "no plan"
-    return f"{judged['overhead']:.2%}" + (" (over)" if judged["over_bytes"] else "")
+    return f"{judged.overhead:.2%}" + (" (over)" if judged.over_bytes else "")

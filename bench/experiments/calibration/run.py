@@ -8,14 +8,25 @@ one, beside the plan that the same strategy makes there, both for the same bytes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from bench.experiments.calibration.agreement import Point, agreement, by_group, by_kind
+from bench.experiments.calibration.agreement import Point, by_group, by_kind, rank_correlations, sums_of
 from bench.experiments.calibration.figure import draw_points
-from bench.experiments.calibration.rows import COLUMNS, calibration_cells, more_tables, summary
+from bench.experiments.calibration.rows import (
+    COLUMNS,
+    READING,
+    CalibrationRow,
+    JudgedPlan,
+    PlanPair,
+    calibration_cells,
+    more_tables,
+    summary,
+)
+from bench.experiments.experiment import Experiment, Results, line_by_line
+from bench.experiments.prepared import prepared
 from bench.experiments.results_file import save_rows
-from bench.show.tables import print_table
+from bench.show.tables import markdown, print_table
 from bench.show.terminal import console, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
@@ -24,8 +35,7 @@ from profiler.estimating.calibration import Sizes, calibrated_cpu
 from profiler.estimating.devices import Device
 from profiler.estimating.kinds import kind_of
 from profiler.estimating.roofline import estimated, is_view
-from profiler.measuring.op_times import measure
-from profiler.tracing.whole_step import TracedStep, capture
+from profiler.tracing.whole_step import TracedStep
 from strategies import make
 
 CASES = (
@@ -45,22 +55,22 @@ def run_calibration(
     time_limit_s: float,
     out: Path | None,
     sizes: Sizes | None = None,
-) -> list[dict[str, Any]]:
+) -> list[CalibrationRow]:
     """One row a model, saved as they come; beside `out`, a figure of the same name."""
     with stage("calibrating this CPU"):
         device = calibrated_cpu(sizes)
     print_device(device)
-    rows: list[dict[str, Any]] = []
+    rows: list[CalibrationRow] = []
     for spec in specs:
         with stage(f"measuring and planning {spec.title}"):
             row = calibrate_model(spec, device, strategies, budgets, time_limit_s=time_limit_s)
         rows.append(row)
-        print_table(f"{spec.title}: {device.name}, estimated against measured", COLUMNS, [calibration_cells(row)])
-        for title, columns, cells in more_tables([row]):
+        CALIBRATION.print(f"{spec.title}: {device.name}, estimated against measured", [row])
+        for title, (columns, cells) in more_tables([row]):
             print_table(title, columns, cells)
         console.print(summary(rows))
         if out is not None:
-            save_rows(out, rows=rows)
+            save_rows(out, CALIBRATION, rows)
             draw_points(out.with_suffix(".png"), rows)
     return rows
 
@@ -85,25 +95,26 @@ def print_device(device: Device) -> None:
 
 def calibrate_model(
     spec: WorkloadSpec, device: Device, strategies: Sequence[str], budgets: Sequence[str], *, time_limit_s: float
-) -> dict[str, Any]:
+) -> CalibrationRow:
     """The row of one model."""
-    step, model, optimizer, batch = spec.make()
-    traced = capture(step, model, optimizer, batch, name=spec.title)
-    guess = estimated(traced, device)
-    truth = measure(traced, batch, show_progress=False).graph
-    found = points(traced, guess, truth)
-    return {
-        "model": spec.title,
-        "times": [str(guess.timing), str(truth.timing)],
-        **agreement(found),
-        "kinds": by_kind(found),
-        "plans": [
-            plan_row(guess, truth, strategy, budget, time_limit_s=time_limit_s)
+    ready = prepared(spec)
+    guess, truth = estimated(ready.traced, device), ready.graph
+    found = points(ready.traced, guess, truth)
+    plain, weighted = rank_correlations(found)
+    return CalibrationRow(
+        model=spec.title,
+        times=(str(guess.timing), str(truth.timing)),
+        **asdict(sums_of(found)),
+        rank_correlation=plain,
+        weighted_rank_correlation=weighted,
+        kinds=by_kind(found),
+        plans=tuple(
+            plan_pair(guess, truth, strategy, budget, time_limit_s=time_limit_s)
             for budget in budgets
             for strategy in strategies
-        ],
-        "points": by_group(found),
-    }
+        ),
+        points=by_group(found),
+    )
 
 
 def points(traced: TracedStep, guess: Graph, truth: Graph) -> list[Point]:
@@ -115,31 +126,46 @@ def points(traced: TracedStep, guess: Graph, truth: Graph) -> list[Point]:
     ]
 
 
-def plan_row(guess: Graph, truth: Graph, strategy: str, budget: str, *, time_limit_s: float) -> dict[str, Any]:
+def plan_pair(guess: Graph, truth: Graph, strategy: str, budget: str, *, time_limit_s: float) -> PlanPair:
     """One strategy's plans on the estimated and on the measured graph for the same bytes, both judged on the latter."""
     problem = Problem.of(truth, budget, time_limit_s=time_limit_s)
     limit, own = problem.budget_bytes, solve(problem, make(strategy))
     other = solve(Problem(graph=guess, budget_bytes=limit, time_limit_s=time_limit_s), make(strategy))
-    return {
-        "strategy": strategy,
-        "budget": budget,
-        "budget_bytes": limit,
-        "above_start_bytes": limit - truth.start_bytes,
-        "from_measured": _judged(own.problem, own),
-        "from_estimated": _judged(own.problem, other),
-        "estimated_overhead": other.overhead,
-        "estimated_peak_bytes": other.timeline.peak_bytes if other.timeline else None,
-    }
+    return PlanPair(
+        strategy=strategy,
+        budget=budget,
+        budget_bytes=limit,
+        above_start_bytes=limit - truth.start_bytes,
+        from_measured=_judged(problem, own),
+        from_estimated=_judged(problem, other),
+        estimated_overhead=other.overhead,
+        estimated_peak_bytes=other.timeline.peak_bytes if other.timeline else None,
+    )
 
 
-def _judged(problem: Problem, solution: Solution) -> dict[str, Any]:
+def _judged(problem: Problem, solution: Solution) -> JudgedPlan:
     """What a plan costs on the measured graph, wherever it was made."""
     if solution.plan is None:
-        return {"overhead": None, "peak_bytes": None, "over_bytes": None, "solve_s": solution.solve_s}
+        return JudgedPlan(overhead=None, peak_bytes=None, over_bytes=None, solve_s=solution.solve_s)
     timeline = problem.timeline(solution.plan)
-    return {
-        "overhead": timeline.overhead,
-        "peak_bytes": timeline.peak_bytes,
-        "over_bytes": max(0, timeline.peak_bytes - problem.budget_bytes),
-        "solve_s": solution.solve_s,
-    }
+    return JudgedPlan(
+        overhead=timeline.overhead,
+        peak_bytes=timeline.peak_bytes,
+        over_bytes=max(0, timeline.peak_bytes - problem.budget_bytes),
+        solve_s=solution.solve_s,
+    )
+
+
+def _below(results: Results[CalibrationRow]) -> str:
+    sections = [f"\n{summary(results.rows)}\n\n{READING}\n"]
+    sections += [f"\n## {title}\n\n{markdown(*table)}\n" for title, table in more_tables(results.rows)]
+    return "".join([*sections, f"\n![estimated against measured op times]({results.path.stem}.png)\n"])
+
+
+CALIBRATION = Experiment(
+    kind="calibration",
+    rows=(CalibrationRow,),
+    table=line_by_line(COLUMNS, calibration_cells),
+    below=_below,
+    draw=lambda results: draw_points(results.path.with_suffix(".png"), results.rows),
+)

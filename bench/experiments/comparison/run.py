@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.experiments.comparison.peers import peer_rows, print_peers
-from bench.experiments.comparison.planned_steps import RUN_COLUMNS, Comparison, run_cells, run_comparison
+from bench.experiments.comparison.planned_steps import Comparison, run_comparison
+from bench.experiments.comparison.rows import PLANNED_COLUMNS, PeerRow, PlannedRow, planned_cells
+from bench.experiments.comparison.side_by_side import COMPARISON
 from bench.experiments.results_file import save_rows
 from bench.show.exports import write_planned
 from bench.show.file_names import slug
@@ -32,30 +33,30 @@ def compare_model(
     """One table of every strategy at every budget, one of what else there is, and a figure of memory per budget."""
     found = run_comparison(spec, strategy_specs, budgets, pairs=pairs, time_limit_s=time_limit_s)
     _print(spec, found, pairs)
-    rows = [row.data() for row in found.rows]
-    _save(json_file, rows)
+    _save(json_file, found.rows)
     if peers:
-        others: list[dict[str, Any]] = []
+        others: list[PeerRow] = []
         for row in peer_rows(spec.plain, peers, pairs=pairs):
             others.append(row)
-            _save(json_file, [*rows, *others])  # a peer takes minutes: what is there stays
+            _save(json_file, [*found.rows, *others])  # a peer takes minutes: what is there stays
         print_peers(spec.plain, others, pairs=pairs)
     for path in _draw(out, found, budgets):
         console.print(f"written: {path}")
     return found
 
 
-def _save(json_file: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+def _save(json_file: Path | None, rows: Sequence[PlannedRow | PeerRow]) -> None:
     if json_file is not None:
-        save_rows(json_file, rows=rows)
+        save_rows(json_file, COMPARISON, rows)
 
 
 def _print(spec: WorkloadSpec, found: Comparison, pairs: int) -> None:
     first = found.rows[0]
     peak, above = human_bytes(first.eager_peak_bytes), human_bytes(first.eager_peak_bytes - first.start_bytes)
     pace = "" if first.eager_s is None else f"; {first.eager_s:.2f} s a step"
+    how = f" (predicted; {found.why_not_compared})" if found.why_not_compared else ""
     caption = (
-        f"Eager: peak {peak}, {above} of it added by the step{pace}. "
+        f"Eager: peak {peak}, {above} of it added by the step{pace}{how}. "
         "Peaks are of all live tensors; 'of eager's step' is what the step adds, planned to eager. Times are ratios "
         f"to eager, medians of {pairs} rounds in turn. 'exact': every loss, gradient, parameter, buffer, optimizer "
         "state and generator is equal to eager's, to the bit."
@@ -65,7 +66,7 @@ def _print(spec: WorkloadSpec, found: Comparison, pairs: int) -> None:
     if spec.free_gradients:
         caption += " Gradients are gone when a planned step ends, so 'exact' leaves them out; the rest is compared."
     print_table(
-        f"{spec.title}: planned against eager", RUN_COLUMNS, [run_cells(r) for r in found.rows], caption=caption
+        f"{spec.title}: planned against eager", PLANNED_COLUMNS, [planned_cells(r) for r in found.rows], caption=caption
     )
     for line in remarks(found):
         console.print(line)
@@ -75,11 +76,12 @@ def remarks(found: Comparison) -> list[str]:
     """What the table cannot say: why a row has no measured step, and budgets that ask for nothing."""
     lines: list[str] = []
     for row, solution in zip(found.rows, found.solutions, strict=True):
-        went_wrong = row.note != solution.reason and row.exact is not False  # the table shows what is not exact
-        if row.status != Status.FITS.value or went_wrong:
+        told = (solution.reason, found.why_not_compared)
+        went_wrong = row.note not in told and row.exact is not False  # the table shows what is not exact
+        if row.status is not Status.FITS or went_wrong:
             lines.append(f"{row.strategy} at {row.budget}: {row.note}")
         elif solution.problem.unplanned.peak_bytes <= solution.problem.budget_bytes:
-            lines.append(f"budget {row.budget}: {row.note}")
+            lines.append(f"budget {row.budget}: {solution.reason}")
     return list(dict.fromkeys(lines))
 
 

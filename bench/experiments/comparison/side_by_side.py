@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.comparison.rows import PeerRow, PlannedRow
+from bench.experiments.experiment import Experiment, Results
 from bench.show.axes import axes_for
 
 
@@ -27,42 +29,42 @@ class Contender:
     why_not: str
 
 
-def contenders(rows: Sequence[dict[str, Any]]) -> list[Contender]:
+def contenders(rows: Sequence[PlannedRow | PeerRow]) -> list[Contender]:
     """Rows of `python -m bench --peers` from the smallest peak to the largest; those that failed come last."""
-    found = [_peer(row) if "peer" in row else _planned(row) for row in rows]
+    found = [_peer(row) if isinstance(row, PeerRow) else _planned(row) for row in rows]
     return sorted(found, key=lambda c: (c.peak_ratio is None, c.peak_ratio or 0.0, c.name))
 
 
-def _planned(row: dict[str, Any]) -> Contender:
-    liberties = {"free_gradients": "freed gradients", "early_updates": "early updates"}
+def _planned(row: PlannedRow) -> Contender:
+    liberties = (("freed gradients", row.free_gradients), ("early updates", row.early_updates))
     return Contender(
-        name=", ".join([row["strategy"], f"budget {row['budget']}", *(w for k, w in liberties.items() if row.get(k))]),
+        name=", ".join([row.strategy, f"budget {row.budget}", *(words for words, taken in liberties if taken)]),
         ours=True,
-        peak_ratio=row["step_share"],
-        time_ratio=row["measured_ratio"],
-        time_low=row["ratio_low"],
-        time_high=row["ratio_high"],
-        exact=row["exact"],
-        gap=row["gap"],
-        plan_s=row["plan_s"],
-        apply_s=row["apply_s"],
-        why_not="" if row["measured_ratio"] is not None else row["note"],
+        peak_ratio=row.step_share,
+        time_ratio=row.measured_ratio,
+        time_low=row.ratio_low,
+        time_high=row.ratio_high,
+        exact=row.exact,
+        gap=row.gap,
+        plan_s=row.plan_s,
+        apply_s=row.apply_s,
+        why_not="" if row.measured_ratio is not None else row.note,
     )
 
 
-def _peer(row: dict[str, Any]) -> Contender:
+def _peer(row: PeerRow) -> Contender:
     return Contender(
-        name=row["peer"],
+        name=row.peer,
         ours=False,
-        peak_ratio=row.get("peak_ratio"),
-        time_ratio=row.get("time_ratio"),
-        time_low=row.get("time_low"),
-        time_high=row.get("time_high"),
-        exact=row.get("exact"),
+        peak_ratio=row.peak_ratio,
+        time_ratio=row.time_ratio,
+        time_low=row.time_low,
+        time_high=row.time_high,
+        exact=row.exact,
         gap=None,
         plan_s=None,
         apply_s=None,
-        why_not=row["error"] or row.get("first_mismatch", ""),
+        why_not=row.error or row.first_mismatch,
     )
 
 
@@ -148,3 +150,17 @@ def _short(name: str) -> str:
     for long, short in shorter.items():
         name = name.replace(long, short)
     return name
+
+
+def _draw(results: Results[PlannedRow | PeerRow]) -> list[Path]:
+    path = results.path.with_suffix(".png")
+    draw_contenders(path, contenders(results.rows), title=f"{results.rows[0].model}: time against memory")
+    return [path]
+
+
+COMPARISON: Experiment[PlannedRow | PeerRow] = Experiment(
+    kind="comparison",
+    rows=(PlannedRow, PeerRow),
+    table=lambda rows: (COLUMNS, [contender_cells(c) for c in contenders(rows)]),
+    draw=_draw,
+)

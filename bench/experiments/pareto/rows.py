@@ -1,11 +1,11 @@
-"""The rows of a trade-off, overhead against peak: as one curve, as a table, as plain data."""
+"""The rows of a trade-off, overhead against peak: as one curve, and as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
+from bench.experiments.experiment import Table
 from planner.errors import FileFormatError
 from planner.units import human_bytes
 
@@ -28,30 +28,57 @@ class TradeOffRow:
     impossible: bool
     found_by: str
     solve_s: float
+    # What all rows of one graph share: enough to draw them again.
+    times: str
+    start_bytes: int
+    floor_bytes: int  # no plan at all runs in less
+    unplanned_peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeOff:
-    """The rows of one graph, by strategy from the largest budget to the smallest, and what they are measured by."""
+    """The rows of one graph, by strategy from the largest budget to the smallest."""
 
-    graph: str
-    times: str
-    start_bytes: int
-    peak_bytes: int  # unplanned
-    floor_bytes: int  # no plan at all runs in less
     rows: tuple[TradeOffRow, ...]
 
-    def of(self, strategy: str) -> list[TradeOffRow]:
-        return [row for row in self.rows if row.strategy == strategy]
+    @staticmethod
+    def of_one_graph(rows: Sequence[TradeOffRow]) -> TradeOff:
+        """Rows as a curve; FileFormatError for those of no graph, or of several."""
+        graphs = sorted({row.graph for row in rows})
+        if len(graphs) != 1:
+            raise FileFormatError(
+                f"rows of {', '.join(graphs) or 'no graph'} are not one curve: save each graph to a file of its own, "
+                "by `python -m bench pareto --json FILE`"
+            )
+        return TradeOff(rows=tuple(rows))
+
+    @property
+    def graph(self) -> str:
+        return self.rows[0].graph
+
+    @property
+    def times(self) -> str:
+        return self.rows[0].times
+
+    @property
+    def start_bytes(self) -> int:
+        return self.rows[0].start_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Unplanned."""
+        return self.rows[0].unplanned_peak_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        return self.rows[0].floor_bytes
 
     @property
     def strategies(self) -> list[str]:
         return list(dict.fromkeys(row.strategy for row in self.rows))
 
-    def share(self, nbytes: int) -> float:
-        """Bytes of total peak as a share of what the unplanned step adds to its start."""
-        added = self.peak_bytes - self.start_bytes
-        return (nbytes - self.start_bytes) / added if added else 1.0
+    def of(self, strategy: str) -> list[TradeOffRow]:
+        return [row for row in self.rows if row.strategy == strategy]
 
 
 # -- telling ------------------------------------------------------------------------------------------------------
@@ -67,7 +94,7 @@ def caption(found: TradeOff) -> str:
     )
 
 
-def overhead_table(found: TradeOff) -> tuple[list[str], list[list[str]]]:
+def overhead_table(found: TradeOff) -> Table:
     """A line per budget: the overhead of every strategy, and the proven bound with the gap of what proves it."""
     proving = [name for name in found.strategies if any(row.bound is not None for row in found.of(name))]
     columns = ["budget", "peak at most", *found.strategies]
@@ -90,30 +117,3 @@ def _proof(row: TradeOffRow) -> tuple[str, str, str]:
         return "no plan" if row.impossible else "-", "-", "-"
     gap = "-" if row.overhead is None else f"{1 - row.bound / row.overhead if row.overhead else 0.0:.1%}"
     return f"{row.bound:.2%}", gap, row.found_by or "-"
-
-
-def as_data(found: TradeOff) -> list[dict[str, Any]]:
-    """The rows as plain data, each with what its graph starts and peaks at: enough to draw them again."""
-    known = asdict(found)
-    shared = {name: known[name] for name in ("times", "start_bytes", "floor_bytes")}
-    return [{**row, **shared, "unplanned_peak_bytes": found.peak_bytes} for row in known["rows"]]
-
-
-def from_data(rows: Sequence[dict[str, Any]]) -> TradeOff:
-    """The curve that `as_data` gave; FileFormatError for rows that are none, or of several graphs."""
-    names = [field.name for field in fields(TradeOffRow)]
-    graphs = sorted({row["graph"] for row in rows})
-    if len(graphs) != 1 or any(name not in row for row in rows for name in names):
-        raise FileFormatError(
-            f"rows of {', '.join(graphs) or 'no graph'} are not one curve: save each graph to a file of its own, by "
-            "`python -m bench pareto --json FILE` without --budget-for"
-        )
-    first = rows[0]
-    return TradeOff(
-        graph=first["graph"],
-        times=first["times"],
-        start_bytes=first["start_bytes"],
-        peak_bytes=first["unplanned_peak_bytes"],
-        floor_bytes=first["floor_bytes"],
-        rows=tuple(TradeOffRow(**{name: row[name] for name in names}) for row in rows),
-    )

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import strategies
+from bench.experiments.experiment import Experiment, Results
 from bench.experiments.pareto.figure import draw_trade_off
 from bench.experiments.pareto.rows import TradeOff, TradeOffRow, caption, overhead_table
 from bench.show.file_names import slug
-from bench.show.tables import print_table
 from bench.show.terminal import console, stage
 from planner.analysis import floor
 from planner.ir import Graph
 from planner.simulator import unplanned
 from planner.solve import Problem, Status, Strategy, solve
-from planner.units import human_bytes
-from strategies.frontier import budget_for, trade_off_curve
+from strategies.frontier import trade_off_curve
 from strategies.ilp.search import Ilp
+
+
+def _draw(results: Results[TradeOffRow]) -> list[Path]:
+    path = results.path.with_suffix(".png")
+    draw_trade_off(path, TradeOff.of_one_graph(results.rows))
+    return [path]
+
+
+def _below(results: Results[TradeOffRow]) -> str:
+    curve = TradeOff.of_one_graph(results.rows)
+    return f"\n{caption(curve)}\n\n![{curve.graph}: extra time against peak memory]({results.path.stem}.png)\n"
+
+
+PARETO = Experiment(
+    kind="pareto",
+    rows=(TradeOffRow,),
+    table=lambda rows: overhead_table(TradeOff.of_one_graph(rows)),
+    below=_below,
+    draw=_draw,
+)
 
 
 def run_pareto(
@@ -27,8 +46,7 @@ def run_pareto(
 ) -> TradeOff:
     """Print the curve and draw it to a file in `out`."""
     found = trade_off(graph, specs, budgets, time_limit_s=time_limit_s)
-    columns, rows = overhead_table(found)
-    print_table(f"{graph.name}: overhead against memory", columns, rows, caption=caption(found))
+    PARETO.print(f"{graph.name}: overhead against memory", found.rows, caption=caption(found))
     path = out / f"pareto_{slug(graph.name)}.png"
     draw_trade_off(path, found)
     console.print(f"figure: {path}")
@@ -37,37 +55,40 @@ def run_pareto(
 
 def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, time_limit_s: float) -> TradeOff:
     """Every strategy at every budget; `time_limit_s` is for each of them."""
-    base = unplanned(graph)
     sizes = {b: Problem.of(graph, b).budget_bytes for b in budgets}
     falling = sorted(sizes.items(), key=lambda item: -item[1])
+    make_row = partial(
+        TradeOffRow,
+        graph=graph.name,
+        times=str(graph.timing),
+        start_bytes=graph.start_bytes,
+        floor_bytes=floor(graph).nbytes,
+        unplanned_peak_bytes=unplanned(graph).peak_bytes,
+    )
     rows: list[TradeOffRow] = []
     for spec in specs:
         with stage(f"{graph.name}: the curve of {spec}"):
             strategy = strategies.make(spec)
+            make_rows = partial(make_row, strategy=spec)
             if isinstance(strategy, Ilp):
-                rows += _proven_curve(graph, spec, strategy, falling, time_limit_s)
+                rows += _proven_curve(graph, strategy, falling, make_rows, time_limit_s)
             else:
-                rows += _curve(graph, spec, strategy, falling, time_limit_s)
-    return TradeOff(
-        graph=graph.name,
-        times=str(graph.timing),
-        start_bytes=graph.start_bytes,
-        peak_bytes=base.peak_bytes,
-        floor_bytes=floor(graph).nbytes,
-        rows=tuple(rows),
-    )
+                rows += _curve(graph, strategy, falling, make_rows, time_limit_s)
+    return TradeOff(rows=tuple(rows))
+
+
+Budgets = Sequence[tuple[str, int]]  # as people write them, and in bytes
+MakeRow = Callable[..., TradeOffRow]  # what is the same for a whole curve is in it
 
 
 def _proven_curve(
-    graph: Graph, spec: str, strategy: Ilp, budgets: Sequence[tuple[str, int]], time_limit_s: float
+    graph: Graph, strategy: Ilp, budgets: Budgets, make_row: MakeRow, time_limit_s: float
 ) -> list[TradeOffRow]:
     """`ilp` solves budget after budget with what it learned before."""
     points = trade_off_curve(graph, [size for _, size in budgets], options=strategy, time_limit_s=time_limit_s)
     at = {point.budget_bytes: point for point in points}
     return [
-        TradeOffRow(
-            graph=graph.name,
-            strategy=spec,
+        make_row(
             budget=budget,
             budget_bytes=size,
             peak_bytes=at[size].peak_bytes,
@@ -82,23 +103,19 @@ def _proven_curve(
 
 
 def _curve(
-    graph: Graph, spec: str, strategy: Strategy, budgets: Sequence[tuple[str, int]], time_limit_s: float
+    graph: Graph, strategy: Strategy, budgets: Budgets, make_row: MakeRow, time_limit_s: float
 ) -> list[TradeOffRow]:
     """A plan that stays under the next budget too is not looked for again."""
     rows: list[TradeOffRow] = []
     for budget, size in budgets:
         last = rows[-1] if rows else None
         if last is not None and last.peak_bytes is not None and last.peak_bytes <= size:
-            known = asdict(last) | {"budget": budget, "budget_bytes": size, "solve_s": 0.0}
-            rows.append(TradeOffRow(**known))
+            rows.append(replace(last, budget=budget, budget_bytes=size, solve_s=0.0))
             continue
-        problem = Problem(graph=graph, budget_bytes=size, time_limit_s=time_limit_s)
-        solution = solve(problem, strategy, label=spec)
+        solution = solve(Problem(graph=graph, budget_bytes=size, time_limit_s=time_limit_s), strategy)
         timeline = solution.timeline if solution.status is Status.FITS else None
         rows.append(
-            TradeOffRow(
-                graph=graph.name,
-                strategy=spec,
+            make_row(
                 budget=budget,
                 budget_bytes=size,
                 peak_bytes=timeline.peak_bytes if timeline else None,
@@ -110,30 +127,3 @@ def _curve(
             )
         )
     return rows
-
-
-def run_budget_for(graph: Graph, overhead: float, *, time_limit_s: float) -> dict[str, Any]:
-    """Print the least memory in which the step is at most `overhead` slower; returns it as plain data."""
-    with stage(f"{graph.name}: the least memory at most {overhead:.1%} slower"):
-        found = budget_for(graph, overhead=overhead, time_limit_s=time_limit_s)
-    base = unplanned(graph)
-    added = base.above_start_bytes
-    share = (found.peak_bytes - base.start_bytes) / added if added else 1.0
-    console.print(
-        f"{graph.name}: at most {overhead:.1%} slower, the step runs in {human_bytes(found.peak_bytes)}, "
-        f"{share:.1%} of what it adds to memory unplanned; {found.overhead:.2%} slower (times {graph.timing}). "
-        f"Proven: no plan that recomputes once does so in less than {human_bytes(found.floor_bytes)}.\n"
-        f"To use it: --budget {found.peak_bytes}",
-        soft_wrap=True,
-        highlight=False,
-    )
-    return {
-        "graph": graph.name,
-        "times": str(graph.timing),
-        "at_most": overhead,
-        "overhead": found.overhead,
-        "peak_bytes": found.peak_bytes,
-        "floor_bytes": found.floor_bytes,
-        "start_bytes": base.start_bytes,
-        "unplanned_peak_bytes": base.peak_bytes,
-    }

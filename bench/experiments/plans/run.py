@@ -6,16 +6,15 @@ Nothing runs but capture and planning, so the tables are the same on every machi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.progress import Progress
 
-from bench.experiments.captured_graphs import roofline_graph
-from bench.experiments.plans.rows import as_json, compare_graph
-from bench.experiments.plans.smallest_budgets import SmallestRow, print_smallest, smallest_budgets
+from bench.experiments.plans.rows import PLANS, PlanRow, compare_graph
+from bench.experiments.plans.smallest_budgets import SMALLEST_BUDGETS, SmallestRow, print_smallest, smallest_budgets
+from bench.experiments.prepared import roofline_graph
 from bench.experiments.results_file import save_rows
 from bench.show.tables import graph_caption, print_comparison
 from bench.show.terminal import console, say
@@ -61,9 +60,9 @@ def layered_cases() -> list[Case]:
     ]
 
 
-def run_plans(cases: Sequence[Case], specs: Sequence[str], *, out: Path | None) -> list[dict[str, Any]]:
+def run_plans(cases: Sequence[Case], specs: Sequence[str], *, out: Path | None) -> list[PlanRow]:
     """Two tables a graph, of strategies at budgets and of the smallest budgets met; the rows are saved after each."""
-    rows: list[dict[str, Any]] = []
+    rows: list[PlanRow] = []
     smallest: list[SmallestRow] = []
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("capturing", total=sum(1 + len(case.budgets) for case in cases))
@@ -83,11 +82,11 @@ def run_plans(cases: Sequence[Case], specs: Sequence[str], *, out: Path | None) 
             tell(f"smallest budgets of {case.title}")
             met = smallest_budgets(graph, specs, time_limit_s=case.time_limit_s)
             print_smallest(met)
-            rows += as_json(found)
+            rows += [PlanRow.of(row) for row in found]
             smallest += met
             if out is not None:
-                save_rows(out, rows=rows)
-                save_rows(smallest_file(out), rows=[asdict(row) for row in smallest])
+                save_rows(out, PLANS, rows)
+                save_rows(smallest_file(out), SMALLEST_BUDGETS, smallest)
     return rows
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import strategies
+from bench.experiments.experiment import Experiment, line_by_line
 from bench.show.tables import print_table
 from planner.analysis import floor
 from planner.ir import Graph
@@ -90,25 +90,28 @@ COLUMNS = ("graph", "strategy", "smallest budget met", "of step", "overhead ther
            "of step", "any plan: proven floor", "of step", "seconds")  # fmt: skip
 
 
-def smallest_cells(row: dict[str, Any]) -> tuple[str, ...]:
+def smallest_cells(row: SmallestRow) -> tuple[str, ...]:
     """A row as text, in the order of COLUMNS."""
-    added = max(1, row["unplanned_peak_bytes"] - row["start_bytes"])
+    added = max(1, row.unplanned_peak_bytes - row.start_bytes)
 
     def pair(nbytes: int) -> tuple[str, str]:
-        return human_bytes(nbytes), f"{(nbytes - row['start_bytes']) / added:.1%}"
+        return human_bytes(nbytes), f"{(nbytes - row.start_bytes) / added:.1%}"
 
     return (
-        row["graph"],
-        row["strategy"],
-        *pair(row["smallest_bytes"]),
-        f"{row['overhead']:.1%}",
-        *pair(row["once_floor_bytes"]),
-        *pair(row["floor_bytes"]),
-        f"{row['search_s']:.1f}",
+        row.graph,
+        row.strategy,
+        *pair(row.smallest_bytes),
+        f"{row.overhead:.1%}",
+        *pair(row.once_floor_bytes),
+        *pair(row.floor_bytes),
+        f"{row.search_s:.1f}",
     )
 
 
 def print_smallest(rows: Sequence[SmallestRow]) -> None:
     if rows:
-        cells = [smallest_cells(asdict(row))[1:] for row in rows]
+        cells = [smallest_cells(row)[1:] for row in rows]
         print_table(f"{rows[0].graph}: the smallest budget met", COLUMNS[1:], cells)
+
+
+SMALLEST_BUDGETS = Experiment(kind="smallest_budgets", rows=(SmallestRow,), table=line_by_line(COLUMNS, smallest_cells))

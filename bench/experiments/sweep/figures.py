@@ -8,13 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.sweep.rows import SweepRow
 from bench.show.axes import ROLE_COLORS, ROLE_NAMES, axes_beside, unit_for
 from planner.ir import Role
 
 WIDEST = 6.0  # the largest bar to the smallest, as far as one axis shows both with labels that can be read
 
 
-def panels(rows: Sequence[dict[str, Any]], size: Callable[[dict[str, Any]], float]) -> list[list[dict[str, Any]]]:
+def panels(rows: Sequence[SweepRow], size: Callable[[SweepRow], float]) -> list[list[SweepRow]]:
     """The rows that share an axis: all of them, or two groups where the largest is more than WIDEST times the smallest.
 
     These are the measured and the predicted ones; where all are of one kind, those below and above the widest step.
@@ -23,7 +24,7 @@ def panels(rows: Sequence[dict[str, Any]], size: Callable[[dict[str, Any]], floa
     known = [n for n in sizes if n]
     if not known or max(known) <= WIDEST * min(known):
         return [list(rows)]
-    kinds = [[row for row in rows if row["measured"] is measured] for measured in (True, False)]
+    kinds = [[row for row in rows if row.measured is measured] for measured in (True, False)]
     if all(kinds):
         return kinds
     steps = [after / before if before else 0.0 for before, after in pairwise(sizes)]
@@ -33,7 +34,7 @@ def panels(rows: Sequence[dict[str, Any]], size: Callable[[dict[str, Any]], floa
 
 @contextmanager
 def _batch_axes(
-    path: Path, groups: Sequence[Sequence[dict[str, Any]]], *, title: str, xlabel: str, margin: float
+    path: Path, groups: Sequence[Sequence[SweepRow]], *, title: str, xlabel: str, margin: float
 ) -> Iterator[list[Any]]:
     """Axes for each group of batches; `margin` inches are for what stands beside the bars."""
     shares = [max(1.5, len(group)) for group in groups]
@@ -41,18 +42,18 @@ def _batch_axes(
         cells[0].figure.suptitle(title, fontsize=11)
         cells[0].figure.supxlabel(xlabel, fontsize=10)
         for axes, group in zip(cells, groups, strict=True):
-            labels = [f"{row['batch']}" + ("" if row["measured"] else "\n(predicted)") for row in group]
+            labels = [f"{row.batch}" + ("" if row.measured else "\n(predicted)") for row in group]
             axes.set_xticks(range(len(group)), labels)
             axes.set_xlim(-0.6, max(1, len(group)) - 0.4)
             if len(groups) > 1:
-                kind = "measured" if group[0]["measured"] else "predicted"
+                kind = "measured" if group[0].measured else "predicted"
                 axes.set_title(kind if axes is cells[0] else f"{kind}, another scale", fontsize=9)
         yield cells
 
 
-def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
+def draw_batch_peaks(path: Path, rows: Sequence[SweepRow], *, title: str) -> None:
     """Peak memory against batch size: two bars a batch, without and with a plan, stacked by role."""
-    present = {name for row in rows for name in (*row["by_role_eager"], *row["by_role_planned"])}
+    present = {name for row in rows for name in (*row.by_role_eager, *row.by_role_planned)}
     roles = [role for role in ROLE_COLORS if role.value in present]
     groups = panels(rows, _eager_bytes)
     xlabel = "batch size (left bar: without a plan, right bar: with)"
@@ -63,29 +64,29 @@ def draw_batch_peaks(path: Path, rows: Sequence[dict[str, Any]], *, title: str) 
         cells[-1].legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _eager_bytes(row: dict[str, Any]) -> int:
-    return sum(row["by_role_eager"].values())
+def _eager_bytes(row: SweepRow) -> int:
+    return sum(row.by_role_eager.values())
 
 
-def _draw_peaks(axes: Any, rows: Sequence[dict[str, Any]], roles: Sequence[Role]) -> None:
+def _draw_peaks(axes: Any, rows: Sequence[SweepRow], roles: Sequence[Role]) -> None:
     most_bytes = max((_eager_bytes(row) for row in rows), default=1)
     size, unit = unit_for(most_bytes)
     for i, row in enumerate(rows):
-        hatch = "" if row["measured"] else "///"
-        eager, planned = (_heights(row[key], roles, size) for key in ("by_role_eager", "by_role_planned"))
+        hatch = "" if row.measured else "///"
+        eager, planned = (_heights(by_role, roles, size) for by_role in (row.by_role_eager, row.by_role_planned))
         _stack(axes, i - 0.2, eager, hatch=hatch, faded=False)
-        top = _stack(axes, i + 0.2, planned, hatch=hatch, faded=row["status"] != "fits")
+        top = _stack(axes, i + 0.2, planned, hatch=hatch, faded=not row.fits)
         axes.text(i + 0.2, top + 0.01 * most_bytes / size, reduction_label(row), ha="center", va="bottom", fontsize=9)
     axes.set(ylabel=f"peak memory ({unit})", ylim=(0, 1.15 * most_bytes / size))
 
 
-def _peak_legend(rows: Sequence[dict[str, Any]], roles: Sequence[Role]) -> list[Any]:
+def _peak_legend(rows: Sequence[SweepRow], roles: Sequence[Role]) -> list[Any]:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=ROLE_COLORS[role], label=ROLE_NAMES[role]) for role in reversed(roles)]
-    if not all(row["measured"] for row in rows):
+    if not all(row.measured for row in rows):
         handles.append(Patch(facecolor="white", edgecolor="#555555", hatch="///", label="predicted, not run"))
-    if any(row["status"] != "fits" for row in rows):
+    if any(not row.fits for row in rows):
         handles.append(Patch(color="#dddddd", label="pale: smallest peak found"))
     return handles
 
@@ -104,44 +105,49 @@ def _stack(axes: Any, x: float, heights: dict[Role, float], *, hatch: str, faded
     return bottom
 
 
-def reduction_label(row: dict[str, Any]) -> str:
+def reduction_label(row: SweepRow) -> str:
     """What is written on the planned bar: by how much it is lower, or that no plan fits."""
-    if row["status"] != "fits":
-        return str(row["status"]).replace(" ", "\n")  # as wide as the bar
-    less = 1 - sum(row["by_role_planned"].values()) / sum(row["by_role_eager"].values())
+    if not row.fits:
+        return row.status.value.replace(" ", "\n")  # as wide as the bar
+    less = 1 - sum(row.by_role_planned.values()) / sum(row.by_role_eager.values())
     return "same" if round(100 * less) == 0 else f"{-less:+.0%}".replace("-", "\N{MINUS SIGN}")
 
 
-SIDES = ((-0.2, "eager_s", "without a plan", "#8c8c8c"), (0.2, "planned_s", "with a plan", "#2a7f3f"))
+# Where a bar stands, its seconds, its name and its colour.
+SIDES: tuple[tuple[float, Callable[[SweepRow], float | None], str, str], ...] = (
+    (-0.2, lambda row: row.eager_s, "without a plan", "#8c8c8c"),
+    (0.2, lambda row: row.planned_s, "with a plan", "#2a7f3f"),
+)
 
 
-def draw_batch_latency(path: Path, rows: Sequence[dict[str, Any]], *, title: str) -> None:
+def draw_batch_latency(path: Path, rows: Sequence[SweepRow], *, title: str) -> None:
     """Time of a step against batch size: two bars a batch, without and with a plan, and their ratio."""
-    groups = panels(rows, lambda row: max(row[key] or 0.0 for _, key, _, _ in SIDES))
+    groups = panels(rows, lambda row: max(seconds(row) or 0.0 for _, seconds, _, _ in SIDES))
     with _batch_axes(path, groups, title=title, xlabel="batch size", margin=1.5) as cells:
         for axes, group in zip(cells, groups, strict=True):
             _draw_latency(axes, group)
         cells[0].legend(frameon=False, loc="upper left")
 
 
-def _draw_latency(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    highest = max((row[key] for row in rows for _, key, _, _ in SIDES if row[key] is not None), default=1.0)
-    for side, key, label, color in SIDES:
-        heights = [row[key] or 0.0 for row in rows]
+def _draw_latency(axes: Any, rows: Sequence[SweepRow]) -> None:
+    taken = [seconds(row) for row in rows for _, seconds, _, _ in SIDES]
+    highest = max((s for s in taken if s is not None), default=1.0)
+    for side, seconds, label, color in SIDES:
+        heights = [seconds(row) or 0.0 for row in rows]
         bars = axes.bar([i + side for i in range(len(rows))], heights, 0.36, color=color, label=label)
         for bar, row in zip(bars, rows, strict=True):
-            if not row["measured"]:
+            if not row.measured:
                 bar.set(hatch="///", edgecolor="white", lw=0)
     for i, row in enumerate(rows):
-        axes.text(i + 0.2, (row["planned_s"] or 0.0) + 0.01 * highest, latency_label(row), ha="center", va="bottom",
+        axes.text(i + 0.2, (row.planned_s or 0.0) + 0.01 * highest, latency_label(row), ha="center", va="bottom",
                   fontsize=9)  # fmt: skip
     axes.set(ylabel="time of a step (s)", ylim=(0, 1.15 * highest))
 
 
-def latency_label(row: dict[str, Any]) -> str:
+def latency_label(row: SweepRow) -> str:
     """What is written on the planned bar: its ratio to the plain step, or why there is none."""
-    if row["status"] != "fits":
-        return str(row["status"]).replace(" ", "\n")  # as wide as the bar
-    if row["eager_s"] is None or row["planned_s"] is None:
+    if not row.fits:
+        return row.status.value.replace(" ", "\n")  # as wide as the bar
+    if row.eager_s is None or row.planned_s is None:
         return "not timed"
-    return f"{row['planned_s'] / row['eager_s']:.2f}x"
+    return f"{row.planned_s / row.eager_s:.2f}x"

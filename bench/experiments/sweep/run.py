@@ -10,108 +10,104 @@ import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import strategies
 from bench.experiments.comparison.planned_steps import PROVEN_STEPS, run_comparison
+from bench.experiments.experiment import Experiment, Results, line_by_line
+from bench.experiments.prepared import captured, prepared
 from bench.experiments.results_file import resumed_rows, save_rows
 from bench.experiments.sweep.figures import draw_batch_latency, draw_batch_peaks
+from bench.experiments.sweep.rows import COLUMNS, SweepRow, SweepSettings, sweep_cells
 from bench.machine.memory_need import lack_of
 from bench.show.file_names import slug
-from bench.show.tables import print_table
 from bench.show.terminal import console, stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
 from planner.scaling import with_times_of
 from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, solve_if_needed
-from planner.units import human_bytes
 from profiler.measuring.memory import OutOfMemory, guarded
-from profiler.measuring.op_times import measure
 from profiler.tracing.without_memory import made_without_memory
 
 
 def run_sweep(
     spec: WorkloadSpec,
     batches: Sequence[int],
-    strategy_spec: str,
+    strategy: str,
     budget: str,
     *,
     pairs: int,
     time_limit_s: float,
     out: Path,
     json_file: Path | None = None,
-) -> list[dict[str, Any]]:
+) -> list[SweepRow]:
     """One row per batch size, a table and two figures."""
-    sweep = _Sweep(spec, strategy_spec, budget, pairs=pairs, time_limit_s=time_limit_s)
-    file = out / f"sweep_{slug(spec.title_of_all_batches)}_{slug(strategy_spec)}_{slug(budget)}.json"
-    rows = resumed_rows(file, settings=sweep.settings)
-    done = {row["batch"]: row for row in rows}
+    settings = SweepSettings(
+        **asdict(replace(spec, batch=None)), strategy=strategy, budget=budget, pairs=pairs, time_limit_s=time_limit_s
+    )
+    file = out / f"sweep_{slug(spec.title_of_all_batches)}_{slug(strategy)}_{slug(budget)}.json"
+    done = {row.batch: row for row in resumed_rows(file, SWEEP, settings=settings)}
     if done:
         console.print(f"going on with {file}: batches {', '.join(map(str, sorted(done)))} are there")
+    sweep = _Sweep(spec, settings)
     try:
         for batch in sorted(set(batches) - set(done)):
-            done[batch] = sweep.row(batch, [row for row in done.values() if row["measured"]])
-            rows = [done[b] for b in sorted(done)]
-            save_rows(file, rows=rows, settings=sweep.settings)
+            done[batch] = sweep.row(batch, [row for row in done.values() if row.measured])
+            save_rows(file, SWEEP, [done[b] for b in sorted(done)], settings=settings)
     except KeyboardInterrupt:
         console.print(f"{len(done)} rows are in {file}: the same command goes on from there")
         raise
     shown = [done[batch] for batch in sorted(set(batches))]
-    _print(_title(sweep.settings, "peak and time"), shown)
+    _print(settings, shown)
     if json_file is not None:
-        save_rows(json_file, rows=shown, settings=sweep.settings)
-    for path in draw_sweep(file, shown, sweep.settings):
+        save_rows(json_file, SWEEP, shown, settings=settings)
+    for path in draw_sweep(file, shown, settings):
         console.print(f"figure: {path}")
     return shown
 
 
-def draw_sweep(file: Path, rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[Path]:
+def _print(settings: SweepSettings, rows: Sequence[SweepRow]) -> None:
+    SWEEP.print(settings.title_of("peak and time"), rows)
+    for row in rows:
+        if not row.fits or row.note.startswith("nothing to do"):
+            console.print(f"batch {row.batch}: {row.note}")
+
+
+def draw_sweep(file: Path, rows: Sequence[SweepRow], settings: SweepSettings) -> list[Path]:
     """Peak and latency against the batch size, beside the file that holds the rows."""
     written = []
     for name, draw in (("peak", draw_batch_peaks), ("latency", draw_batch_latency)):
-        path = file.with_name(f"{file.stem.replace('sweep', name)}.png")
-        draw(path, rows, title=_title(settings, name))
+        path = file.with_name(f"{name}_{file.stem.removeprefix('sweep_')}.png")
+        draw(path, rows, title=settings.title_of(name))
         written.append(path)
     return written
 
 
-def _title(settings: dict[str, Any], what: str) -> str:
-    fields = WorkloadSpec.__dataclass_fields__
-    spec = WorkloadSpec(**{name: value for name, value in settings.items() if name in fields})
-    return f"{spec.title_of_all_batches}: {what} against batch size, {settings['strategy']} at {settings['budget']}"
+def _draw(results: Results[SweepRow]) -> list[Path]:
+    return draw_sweep(results.path, results.rows, results.settings)
+
+
+SWEEP = Experiment(
+    kind="sweep", rows=(SweepRow,), table=line_by_line(COLUMNS, sweep_cells), draw=_draw, settings=SweepSettings
+)
 
 
 class _Sweep:
     """One kind of work at growing batch sizes; remembers the largest measured graph, and whether memory ran out."""
 
-    def __init__(self, spec: WorkloadSpec, strategy_spec: str, budget: str, *, pairs: int, time_limit_s: float) -> None:
+    def __init__(self, spec: WorkloadSpec, settings: SweepSettings) -> None:
         self.spec = spec
-        self.strategy_spec = strategy_spec
-        self.budget = budget
-        self.pairs = pairs
-        self.time_limit_s = time_limit_s
+        self.settings = settings
         self.measured: Graph | None = None
         self.exhausted = ""
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What all rows of one file have in common."""
-        return {
-            **asdict(replace(self.spec, batch=None)),
-            "strategy": self.strategy_spec,
-            "budget": self.budget,
-            "pairs": self.pairs,
-            "time_limit_s": self.time_limit_s,
-        }
-
-    def row(self, batch: int, measured_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def row(self, batch: int, measured_rows: Sequence[SweepRow]) -> SweepRow:
         """Run a batch that fits on this machine; plan and predict one that does not."""
-        spec = replace(self.spec, batch=batch)
+        spec = self.spec.at_batch(batch)
         if not self.exhausted:
             try:
                 with stage(f"{spec.title}: captured, to see whether it fits"):
-                    graph, lack = guarded(f"making {spec.title}", lambda: captured(spec))
+                    graph, lack = guarded(f"making {spec.title}", lambda: _asked(spec))
                 gc.collect()  # the model that was captured, before it is made again
                 if lack:
                     return self._predicted_row(spec, graph, f"does not fit on this machine: {lack}", measured_rows)
@@ -122,123 +118,107 @@ class _Sweep:
         workload = made_without_memory(lambda _: spec.make(), batch)
         return self._predicted_row(spec, spec.capture(workload).graph, self.exhausted, measured_rows)
 
-    def _measured_row(self, spec: WorkloadSpec) -> dict[str, Any]:
+    def _measured_row(self, spec: WorkloadSpec) -> SweepRow:
+        asked = self.settings
         found = run_comparison(
-            spec, [self.strategy_spec], [self.budget], pairs=self.pairs, time_limit_s=self.time_limit_s
+            spec, [asked.strategy], [asked.budget], pairs=asked.pairs, time_limit_s=asked.time_limit_s
         )
-        self.measured = found.measured.graph
+        if found.why_not_compared:  # what memory there is has changed meanwhile
+            raise OutOfMemory(found.why_not_compared)
+        self.measured = found.ready.graph
         row = found.rows[0]
-        return {
-            **_common(spec, found.solutions[0]),
-            "measured": True,
-            "why_predicted": "",
-            "note": row.note,
-            "exact": row.exact,
-            "eager_s": row.eager_s,
-            "planned_s": row.planned_s,
-            "eager_peak_bytes": row.eager_peak_bytes,
-            "planned_peak_bytes": row.measured_peak_bytes,
-        }
+        return _row(
+            spec,
+            found.solutions[0],
+            measured=True,
+            note=row.note,
+            exact=row.exact,
+            eager_s=row.eager_s,
+            planned_s=row.planned_s,
+            eager_peak_bytes=row.eager_peak_bytes,
+            planned_peak_bytes=row.measured_peak_bytes,
+        )
 
-    def _predicted_row(
-        self, spec: WorkloadSpec, graph: Graph, why: str, measured_rows: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _predicted_row(self, spec: WorkloadSpec, graph: Graph, why: str, measured_rows: Sequence[SweepRow]) -> SweepRow:
         """Plan without running: op times and workspaces of the largest measured batch, scaled to this one."""
-        source = self._largest_measured(measured_rows)
+        asked, source = self.settings, self._largest_measured(measured_rows)
         if source is not None:
             graph = with_times_of(graph, source)
-        problem = Problem.of(graph, self.budget, time_limit_s=self.time_limit_s)
-        unplanned = problem.unplanned
+        problem = Problem.of(graph, asked.budget, time_limit_s=asked.time_limit_s)
         with stage(f"{spec.title}: planned, not run"):
-            solution = solve_if_needed(problem, strategies.make(self.strategy_spec), label=self.strategy_spec)
+            solution = solve_if_needed(problem, strategies.make(asked.strategy), label=asked.strategy)
         planned = solution.timeline if solution.status is Status.FITS else None
         step_to_ops = None if source is None else _step_to_ops(source, measured_rows)
-        return {
-            **_common(spec, solution),
-            "measured": False,
-            "why_predicted": why,
-            "note": solution.reason,
-            "exact": None,
-            "eager_s": None if step_to_ops is None else step_to_ops * unplanned.time_us / 1e6,
-            "planned_s": None if step_to_ops is None or planned is None else step_to_ops * planned.time_us / 1e6,
-            "eager_peak_bytes": unplanned.peak_bytes,
-            "planned_peak_bytes": None if planned is None else planned.peak_bytes,
-        }
+        return _row(
+            spec,
+            solution,
+            measured=False,
+            why_predicted=why,
+            note=solution.reason,
+            exact=None,
+            eager_s=None if step_to_ops is None else step_to_ops * problem.unplanned.time_us / 1e6,
+            planned_s=None if step_to_ops is None or planned is None else step_to_ops * planned.time_us / 1e6,
+            eager_peak_bytes=problem.unplanned.peak_bytes,
+            planned_peak_bytes=None if planned is None else planned.peak_bytes,
+        )
 
-    def _largest_measured(self, measured_rows: Sequence[dict[str, Any]]) -> Graph | None:
+    def _largest_measured(self, measured_rows: Sequence[SweepRow]) -> Graph | None:
         """The largest batch measured in this run; after an interrupt it is measured anew."""
         if self.measured is None and measured_rows:
-            spec = replace(self.spec, batch=max(row["batch"] for row in measured_rows))
-            workload = spec.make()
-            self.measured = measure(spec.capture(workload), workload[3], show_progress=False).graph
+            self.measured = prepared(self.spec.at_batch(max(row.batch for row in measured_rows))).graph
         return self.measured
 
 
-def _step_to_ops(measured: Graph, rows: Sequence[dict[str, Any]]) -> float:
+def _step_to_ops(measured: Graph, rows: Sequence[SweepRow]) -> float:
     """Seconds of the measured step to the sum of its ops, so that a prediction continues what was timed."""
-    timed = next((row["eager_s"] for row in rows if row["model"] == measured.name), None)
+    timed = next((row.eager_s for row in rows if row.model == measured.name), None)
     return float(timed / (measured.time_us / 1e6)) if timed and measured.time_us else 1.0
 
 
-def captured(spec: WorkloadSpec) -> tuple[Graph, str]:
+def _asked(spec: WorkloadSpec) -> tuple[Graph, str]:
     """The graph of a step, and why it cannot be run here ("" if it can); the model is let go."""
     gc.collect()  # the model of the batch before
-    traced = spec.capture(spec.make())
+    traced = captured(spec)
     return traced.graph, lack_of(traced, proven_steps=PROVEN_STEPS)
 
 
-def _common(spec: WorkloadSpec, solution: Solution) -> dict[str, Any]:
+def _row(
+    spec: WorkloadSpec,
+    solution: Solution,
+    *,
+    measured: bool,
+    note: str,
+    exact: bool | None,
+    eager_s: float | None,
+    planned_s: float | None,
+    eager_peak_bytes: int,
+    planned_peak_bytes: int | None,
+    why_predicted: str = "",
+) -> SweepRow:
     base, planned = solution.problem.unplanned, solution.timeline
-    return {
-        "model": spec.title,
-        "batch": spec.batch_size,
-        "free_gradients": spec.free_gradients,
-        "early_updates": spec.early_updates,
-        "strategy": solution.strategy,
-        "status": solution.status.value,
-        "budget_bytes": solution.problem.budget_bytes,
-        "smallest_peak_bytes": None if planned is None else planned.peak_bytes,  # that was found, fitting or not
-        "start_bytes": base.start_bytes,
-        "by_role_eager": _roles(base),
-        "by_role_planned": _roles(planned) if planned else {},
-        "predicted_overhead": solution.overhead,
-    }
+    return SweepRow(
+        model=spec.title,
+        batch=spec.batch_size,
+        free_gradients=spec.free_gradients,
+        early_updates=spec.early_updates,
+        strategy=solution.strategy,
+        status=solution.status,
+        budget_bytes=solution.problem.budget_bytes,
+        smallest_peak_bytes=None if planned is None else planned.peak_bytes,
+        start_bytes=base.start_bytes,
+        by_role_eager=_roles(base),
+        by_role_planned=_roles(planned) if planned else {},
+        predicted_overhead=solution.overhead,
+        measured=measured,
+        why_predicted=why_predicted,
+        note=note,
+        exact=exact,
+        eager_s=eager_s,
+        planned_s=planned_s,
+        eager_peak_bytes=eager_peak_bytes,
+        planned_peak_bytes=planned_peak_bytes,
+    )
 
 
 def _roles(timeline: Timeline) -> dict[str, int]:
     return {role.value: nbytes for role, nbytes in timeline.peak_by_role}
-
-
-COLUMNS = ("batch", "peak eager", "planned", "less by", "step eager", "planned", "time ratio", "exact", "how")
-
-
-def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    print_table(title, COLUMNS, [sweep_cells(row) for row in rows])
-    for row in rows:
-        if row["status"] != Status.FITS.value or row["note"].startswith("nothing to do"):
-            console.print(f"batch {row['batch']}: {row['note']}")
-
-
-def sweep_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row as text, in the order of COLUMNS."""
-    eager, planned = row["eager_peak_bytes"], row["planned_peak_bytes"]
-    eager_s, planned_s = row["eager_s"], row["planned_s"]
-    return (
-        str(row["batch"]),
-        human_bytes(eager),
-        _planned_peak(row),
-        "-" if planned is None else f"{1 - planned / eager:.0%}",
-        "-" if eager_s is None else f"{eager_s:.2f} s",
-        "-" if planned_s is None else f"{planned_s:.2f} s",
-        "-" if eager_s is None or planned_s is None else f"{planned_s / eager_s:.2f}x",
-        "-" if row["exact"] is None else ("yes" if row["exact"] else "NO"),
-        "measured" if row["measured"] else f"predicted: {row['why_predicted']}",
-    )
-
-
-def _planned_peak(row: dict[str, Any]) -> str:
-    """The planned peak; where none fits the status, and the smallest peak that was found."""
-    planned, smallest = row["planned_peak_bytes"], row["smallest_peak_bytes"]
-    if row["status"] == Status.FITS.value:
-        return "-" if planned is None else human_bytes(planned)
-    return row["status"] if smallest is None else f"{row['status']}: smallest found {human_bytes(smallest)}"

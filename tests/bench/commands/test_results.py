@@ -1,68 +1,40 @@
-"""Tables of the results folder, made from rows."""
+"""The results folder: pages and figures made again from rows and graphs."""
 
 import json
 
 import pytest
 
 from bench.__main__ import main
-from bench.commands.results import RESULTS, make_tables, markdown
+from bench.commands.results import RESULTS, make_tables, page_of
+from bench.experiments.experiment import Experiment, line_by_line
+from bench.experiments.registry import EXPERIMENTS, load
 from bench.experiments.results_file import save_rows
 from planner.errors import FileFormatError
 from planner.synthetic import residual_tower
 
-
-def test_markdown_has_a_header_a_rule_and_one_line_a_row():
-    assert markdown(("a", "b"), [("1", "x|y")]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
-
-
-def test_a_matrix_of_exactness_is_made_from_its_rows(tmp_path):
-    rows = [
-        {
-            "model": "m",
-            "optimizer": "sgd",
-            "strategy": s,
-            "exact": s == "a",
-            "first_mismatch": "w",
-            "dropped_share": 0.5,
-        }
-        for s in ("a", "b")
-    ]
-    save_rows(tmp_path / "exactness.json", rows=rows)
-    (page,) = make_tables(tmp_path)
-    assert "| m | sgd | exact, 50% dropped | DIFFERS: w, 50% dropped |" in page.read_text(encoding="utf-8")
-
-
-def plans_row(strategy, **given):
-    row = {
-        "graph": "g", "budget": "50%", "strategy": strategy, "status": "fits", "peak_bytes": 150, "start_bytes": 100,
-        "unplanned_peak_bytes": 200, "overhead": 0.1, "gap": None, "solve_s": 1.0, "solve_cpu_s": 0.5,
-        "found_by": "", "note": "",
-    }  # fmt: skip
-    return row | given
-
-
-def test_a_table_of_plans_says_who_won_and_what_the_program_reached_alone(tmp_path):
-    rows = [
-        plans_row("mutwo"),
-        plans_row("ilp", gap=0.004, found_by="polish"),
-        plans_row("ilp:seeds=false", gap=0.02, overhead=0.12, solve_cpu_s=2.5),
-        plans_row("ilp", budget="40%", gap=0.0, found_by="mutwo"),
-        plans_row("ilp:seeds=false", budget="40%", status="over budget"),
-    ]
-    save_rows(tmp_path / "plans.json", rows=rows)
-    (page,) = make_tables(tmp_path)
-    text = page.read_text(encoding="utf-8")
-    assert "| g | 50% | mutwo | fits | 50.0% | 10.00% | - | 1.00 | 0.50 | - | - |" in text
-    assert "| ilp | fits | 50.0% | 10.00% | 0.40% | 1.00 | 0.50 | polish | 12.00%, gap 2.00%, 2.5 CPU s |" in text
-    assert "| 0.00% | 1.00 | 0.50 | mutwo | over budget, 0.5 CPU s |" in text
-    assert "seeds=false" not in text
-
-
+COMMITTED = sorted(RESULTS.glob("*.json"))
 OF_A_STEP = ["peak_breakdown.png", "memory.png", "largest_activations.png", "time_by_kind.png"]
 OF_A_PLAN = ["memory_mutwo_50pct.png", "plan_mutwo_50pct.png", "plan_mutwo_50pct.txt"]
 
 
-@pytest.mark.parametrize(("blocks", "names"), [(30, OF_A_STEP + OF_A_PLAN), (1, OF_A_STEP)])
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory):
+    """A small saved graph."""
+    file = tmp_path_factory.mktemp("graph") / "graph.json"
+    residual_tower(5).save(file)
+    return str(file)
+
+
+@pytest.mark.parametrize("source", COMMITTED, ids=lambda path: path.stem)
+def test_a_committed_page_is_that_of_its_committed_rows(source):
+    assert page_of(*load(source)) == source.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_every_kind_but_an_answer_to_one_question_is_committed():
+    assert {load(source)[0].kind for source in COMMITTED} == {e.kind for e in EXPERIMENTS} - {"budget_for"}
+
+
+@pytest.mark.parametrize(("blocks", "names"), [(12, OF_A_STEP + OF_A_PLAN), (1, OF_A_STEP)])
 def test_a_saved_step_has_its_figures_drawn_again_and_those_of_a_plan_if_there_is_one(tmp_path, blocks, names):
     (tmp_path / "tower").mkdir()
     residual_tower(blocks).save(tmp_path / "tower" / "graph.json")
@@ -71,35 +43,35 @@ def test_a_saved_step_has_its_figures_drawn_again_and_those_of_a_plan_if_there_i
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written if path.suffix == ".png")
 
 
-def test_a_curve_saved_by_pareto_becomes_a_page_and_its_figure(tmp_path):
-    rows = tmp_path / "pareto_tower.json"
+def test_a_curve_saved_by_pareto_becomes_a_page_and_its_figure_whatever_it_is_called(tower, tmp_path):
+    rows = tmp_path / "my_curve.json"
     options = ["--strategy", "keep_all,mutwo,ilp", "--budget", "100%,70%", "--out", str(tmp_path / "out")]
-    assert main(["pareto", "--synthetic", "tower", *options, "--json", str(rows)]) == 0
-    assert {"command", "versions", "machine", "commit"} <= set(json.loads(rows.read_text()))
+    assert main(["pareto", "--graph", tower, *options, "--json", str(rows)]) == 0
+    assert {"kind", "command", "versions", "machine", "commit"} <= set(json.loads(rows.read_text()))
     page, figure = make_tables(tmp_path)
-    assert (page.name, figure.name) == ("pareto_tower.md", "pareto_tower.png")
+    assert (page.name, figure.name) == ("my_curve.md", "my_curve.png")
     text = page.read_text(encoding="utf-8")
     assert "| budget | peak at most | keep_all | mutwo | ilp | least by ilp | gap | found by |" in text
     assert "no plan at all runs in less than" in text
-    assert "(pareto_tower.png)" in text
-    assert figure.read_bytes() == (tmp_path / "out" / "pareto_tower_30.png").read_bytes()
+    assert "(my_curve.png)" in text
+    assert figure.read_bytes() == (tmp_path / "out" / "pareto_tower_5.png").read_bytes()
 
 
-def test_rows_that_are_not_one_curve_are_refused_with_the_way_on(tmp_path):
-    rows = tmp_path / "pareto_two.json"
-    assert main(["pareto", "--synthetic", "tower", "--budget-for", "5%", "--json", str(rows)]) == 0
-    with pytest.raises(FileFormatError, match="without --budget-for"):
+def test_the_least_memory_for_an_overhead_becomes_a_page(tower, tmp_path):
+    assert main(["pareto", "--graph", tower, "--budget-for", "5%", "--json", str(tmp_path / "least.json")]) == 0
+    (page,) = make_tables(tmp_path)
+    assert "| tower-5 | 5.0% |" in page.read_text(encoding="utf-8")
+
+
+def test_rows_of_several_graphs_are_no_curve_and_refused_with_the_way_on(tmp_path):
+    options = ["--strategy", "keep_all", "--budget", "100%", "--out", str(tmp_path / "out")]
+    assert main(["pareto", "--synthetic", "chain,tower", *options, "--json", str(tmp_path / "two.json")]) == 0
+    with pytest.raises(FileFormatError, match="save each graph to a file of its own"):
         make_tables(tmp_path)
 
 
-def test_rows_without_a_known_table_are_refused_by_name(tmp_path):
-    save_rows(tmp_path / "mystery.json", rows=[])
-    with pytest.raises(FileFormatError, match=r"mystery\.json"):
+def test_rows_of_no_known_kind_are_refused_with_the_file_and_the_kinds(tmp_path):
+    mystery = Experiment(kind="mystery", rows=(int,), table=line_by_line((), lambda _: ()))
+    save_rows(tmp_path / "accuracy.json", mystery, [])
+    with pytest.raises(FileFormatError, match=r"accuracy\.json: rows of kind 'mystery'; there are accuracy, "):
         make_tables(tmp_path)
-
-
-def test_the_committed_tables_are_those_of_the_committed_rows(tmp_path):
-    for source in RESULTS.glob("*.json"):
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    for made in (path for path in make_tables(tmp_path) if path.suffix == ".md"):
-        assert made.read_text(encoding="utf-8") == (RESULTS / made.name).read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """The report on estimates: its statistics by hand, and the whole of it on a tiny model. Nothing timed is asserted."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ import torch
 from bench.__main__ import main
 from bench.commands.results import make_tables
 from bench.experiments.calibration import run as calibration
-from bench.experiments.calibration.agreement import Point, agreement, by_kind, median_factor, ranks, spearman
+from bench.experiments.calibration.agreement import Point, by_kind, median_factor, ranks, spearman, sums_of
 from bench.experiments.calibration.figure import draw_points
-from bench.experiments.calibration.rows import plan_cells, summary
+from bench.experiments.calibration.rows import CalibrationRow, JudgedPlan, PlanPair, plan_cells, summary
 from planner.ir import Timing, TimingKind
 from planner.synthetic import residual_tower
 from profiler.estimating.calibration import Sizes, calibrated_cpu
@@ -37,7 +36,7 @@ def test_rank_correlation_by_hand():
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     # d = (0, 1, 1, 0, 0): 1 - 6 * 2 / (5 * 24)
     assert spearman([1, 2, 3, 4, 5], [1, 3, 2, 4, 5]) == pytest.approx(0.9)
-    assert math.isnan(spearman([1, 1], [1, 2]))
+    assert spearman([1, 1], [1, 2]) is None
 
 
 def test_weights_of_a_rank_correlation_are_like_repeated_points():
@@ -53,12 +52,12 @@ def test_errors_count_whatever_their_sign():
         Point(kind=OpKind.NORM, estimated_us=40.0, measured_us=10.0),
     ]
     assert median_factor(found) == pytest.approx(2.0)
-    row = agreement(found)
-    assert (row["estimated_us"], row["measured_us"]) == (70.0, 40.0)
-    assert row["misplaced_share"] == pytest.approx((10 + 10 + 30) / 40)
+    row = sums_of(found)
+    assert (row.estimated_us, row.measured_us) == (70.0, 40.0)
+    assert row.misplaced_share == pytest.approx((10 + 10 + 30) / 40)
     kinds = by_kind(found)
-    assert [(kind["kind"], kind["ops"]) for kind in kinds] == [("matrix product", 2), ("norm", 1)]
-    assert kinds[0]["misplaced_share"] == pytest.approx(20 / 30)
+    assert [(kind.kind, kind.ops) for kind in kinds] == [(OpKind.MATMUL, 2), (OpKind.NORM, 1)]
+    assert kinds[0].misplaced_share == pytest.approx(20 / 30)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -68,40 +67,52 @@ def test_both_plans_are_judged_on_the_measured_graph():
     truth = residual_tower(6)
     swapped = tuple(100.0 / (1.0 + op.time_us) for op in truth.ops)
     guess = truth.with_times(swapped, timing=Timing(kind=TimingKind.ESTIMATED, device="d"))
-    row = calibration.plan_row(guess, truth, "mutwo", "60%", time_limit_s=2)
-    same = calibration.plan_row(truth, truth, "mutwo", "60%", time_limit_s=2)
-    assert same["from_estimated"]["overhead"] == same["from_measured"]["overhead"] == same["estimated_overhead"]
-    assert row["from_measured"]["overhead"] == same["from_measured"]["overhead"]
-    assert row["from_estimated"]["overhead"] != row["estimated_overhead"]
-    assert row["from_estimated"]["over_bytes"] == 0  # workspaces are alike, so the bytes are
+    row = calibration.plan_pair(guess, truth, "mutwo", "60%", time_limit_s=2)
+    same = calibration.plan_pair(truth, truth, "mutwo", "60%", time_limit_s=2)
+    assert same.from_estimated.overhead == same.from_measured.overhead == same.estimated_overhead
+    assert row.from_measured.overhead == same.from_measured.overhead
+    assert row.from_estimated.overhead != row.estimated_overhead
+    assert row.from_estimated.over_bytes == 0  # workspaces are alike, so the bytes are
+
+
+def pair(own, other, *, own_over=0, other_over=0, above_start_bytes=1000):
+    def judged(overhead, over_bytes):
+        return JudgedPlan(overhead=overhead, peak_bytes=1, over_bytes=over_bytes, solve_s=1.0)
+
+    return PlanPair(
+        strategy="mutwo",
+        budget="50%",
+        budget_bytes=2 * above_start_bytes,
+        above_start_bytes=above_start_bytes,
+        from_measured=judged(own, own_over),
+        from_estimated=judged(other, other_over),
+        estimated_overhead=0.09,
+        estimated_peak_bytes=1,
+    )
+
+
+def model_row(*plans, estimated_us=9.0, rank_correlation=0.9):
+    return CalibrationRow(
+        model="m", times=("estimated for d", "measured on d"), ops=3, estimated_us=estimated_us, measured_us=10.0,
+        median_factor=1.0, misplaced_share=0.1, rank_correlation=rank_correlation, weighted_rank_correlation=0.9,
+        kinds=(), plans=plans,
+    )  # fmt: skip
 
 
 def test_a_plan_that_is_over_budget_on_the_measured_graph_says_by_how_much():
-    plan = {
-        "budget": "50%",
-        "strategy": "mutwo",
-        "above_start_bytes": 100 * 2**20,
-        "from_measured": {"overhead": 0.1, "over_bytes": 0},
-        "from_estimated": {"overhead": 0.08, "over_bytes": 2**20},
-        "estimated_overhead": 0.09,
-    }
-    cells = plan_cells("m", plan)
+    cells = plan_cells("m", pair(0.1, 0.08, other_over=2**20, above_start_bytes=100 * 2**20))
     assert cells[3:] == ("10.00%", "8.00% (over)", "9.00%", "over by 1.0 MiB (1.0% of what the step may add)")
 
 
-def test_a_summary_counts_only_budgets_that_a_plan_from_measured_times_meets():
-    def plan(own, other, own_over=0, other_over=0):
-        return {
-            "above_start_bytes": 1000,
-            "from_measured": {"overhead": own, "over_bytes": own_over},
-            "from_estimated": {"overhead": other, "over_bytes": other_over},
-        }
+def test_a_strategy_without_a_plan_is_told_so_and_left_out_of_the_summary():
+    cells = plan_cells("m", pair(None, 0.08, own_over=None))
+    assert cells[3] == "no plan"
+    assert pair(None, 0.08, own_over=None).extra is None
 
-    plans = [plan(0.10, 0.12), plan(0.10, 0.10, other_over=25), plan(0.10, 0.90, own_over=7, other_over=9)]
-    rows = [
-        {"estimated_us": 9.0, "measured_us": 10.0, "rank_correlation": 0.9, "plans": plans},
-        {"estimated_us": 12.0, "measured_us": 10.0, "rank_correlation": 0.8, "plans": []},
-    ]
+
+def test_a_summary_counts_only_budgets_that_a_plan_from_measured_times_meets():
+    plans = [pair(0.10, 0.12), pair(0.10, 0.10, other_over=25), pair(0.10, 0.90, own_over=7, other_over=9)]
+    rows = [model_row(*plans), model_row(estimated_us=12.0, rank_correlation=0.8)]
     text = summary(rows)
     assert "0.90x to 1.20x" in text
     assert "0.80 to 0.90" in text
@@ -133,7 +144,7 @@ def test_a_calibrated_cpu_has_a_rate_for_every_kind(cpu):
 def test_the_report_is_made_saved_tabled_and_drawn(cpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibration, "calibrated_cpu", lambda sizes: cpu)
     out = tmp_path / "calibration.json"
-    arguments = ["--model", "resnet18", "--batch", "2", "--image", "32", "--strategy", "mutwo", "--budget", "80%"]
+    arguments = ["--import", "tests.bench.small:make", "--batch", "8", "--strategy", "mutwo", "--budget", "80%"]
     assert main(["calibrate", *arguments, "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert row["times"][0] == f"estimated for {cpu.name}"
@@ -150,12 +161,12 @@ def test_the_report_is_made_saved_tabled_and_drawn(cpu, tmp_path, monkeypatch, c
     assert figure.read_bytes() == drawn
     text = page.read_text(encoding="utf-8")
     assert "## Plans made from estimates, judged on measured times" in text
-    assert "| resnet18 b2 32px | 80% | mutwo |" in text
-    assert "convolution backward" in capsys.readouterr().out
+    assert "| tests.bench.small:make b8 | 80% | mutwo |" in text
+    assert "matrix product" in capsys.readouterr().out
 
 
 def test_rows_that_were_saved_without_their_points_have_no_figure(tmp_path):
-    assert draw_points(tmp_path / "figure.png", [{"model": "m"}]) == []
+    assert draw_points(tmp_path / "figure.png", [model_row()]) == []
     assert not list(tmp_path.iterdir())
 
 

@@ -1,10 +1,11 @@
 """Freed gradients and early updates on the command line: said in rows and titles, exact, and less memory."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
 from bench.__main__ import main
+from bench.experiments.comparison.planned_steps import run_comparison
 from bench.workloads.spec import WorkloadSpec
 
 SMALL = ["--import", "tests.bench.small:make", "--batch", "2", "--strategy", "mutwo"]
@@ -12,31 +13,26 @@ BOTH = ["--free-gradients", "--early-updates"]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """One row of a plain comparison and one with both liberties."""
-    folder = tmp_path_factory.mktemp("liberties")
-    found = []
-    for name, extra in (("plain", []), ("both", BOTH)):
-        file = folder / f"{name}.json"
-        options = ["--pairs", "1", "--budget", "100%", "--out", str(folder), "--json", str(file)]
-        assert main([*SMALL, *extra, *options]) == 0
-        found.append(json.loads(file.read_text())["rows"][0])
-    return found
+def rows():
+    """One row of a plain comparison and one with both liberties, of a batch so small that gradients are most of it."""
+    plain = WorkloadSpec(source="tests.bench.small:make", batch=1)
+    both = replace(plain, free_gradients=True, early_updates=True)
+    return [run_comparison(spec, ["mutwo"], ["100%"], pairs=1, time_limit_s=5.0).rows[0] for spec in (plain, both)]
 
 
 def test_a_row_says_which_liberties_were_taken(rows):
     plain, both = rows
-    assert (plain["free_gradients"], plain["early_updates"]) == (False, False)
-    assert (both["free_gradients"], both["early_updates"]) == (True, True)
-    assert both["model"] == "tests.bench.small:make b2 with freed gradients and early updates"
+    assert (plain.free_gradients, plain.early_updates) == (False, False)
+    assert (both.free_gradients, both.early_updates) == (True, True)
+    assert both.model == "tests.bench.small:make b1 with freed gradients and early updates"
 
 
 def test_liberties_take_gradients_out_of_the_peak_and_change_no_bit(rows):
     plain, both = rows
-    assert plain["exact"] is True
-    assert both["exact"] is True
-    assert both["measured_peak_bytes"] < plain["measured_peak_bytes"]
-    assert both["eager_peak_bytes"] == plain["eager_peak_bytes"]
+    assert plain.exact is True
+    assert both.exact is True
+    assert both.measured_peak_bytes < plain.measured_peak_bytes
+    assert both.eager_peak_bytes == plain.eager_peak_bytes
 
 
 def test_verify_passes_liberties_through(capsys):

@@ -13,8 +13,10 @@ import pytest
 
 from bench.__main__ import main
 from bench.experiments.pareto.figure import draw_trade_off, impossible_bytes, proven_steps, undominated
-from bench.experiments.pareto.rows import TradeOff, TradeOffRow, as_data, from_data, overhead_table
-from bench.experiments.pareto.run import trade_off
+from bench.experiments.pareto.rows import TradeOff, TradeOffRow, overhead_table
+from bench.experiments.pareto.run import PARETO, trade_off
+from bench.experiments.registry import load
+from bench.experiments.results_file import save_rows
 from planner.errors import FileFormatError
 from planner.plan import Plan
 from planner.synthetic import residual_tower
@@ -33,7 +35,7 @@ def row(budget: int, peak: int | None, overhead: float | None, **options) -> Tra
     given = {"bound": None, "impossible": False} | options
     return TradeOffRow(
         graph="g", strategy="s", budget=str(budget), budget_bytes=budget, peak_bytes=peak, overhead=overhead,
-        found_by="", solve_s=0.0, **given,
+        found_by="", solve_s=0.0, times="made up", start_bytes=1, floor_bytes=2, unplanned_peak_bytes=100, **given,
     )  # fmt: skip
 
 
@@ -102,21 +104,17 @@ def test_the_figure_is_drawn_also_where_nothing_fits(found, tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_as_data_carry_what_their_graph_starts_and_peaks_at(found):
-    data = as_data(found)
-    assert len(data) == len(found.rows)
-    assert json.loads(json.dumps(data))[0]["unplanned_peak_bytes"] == found.peak_bytes
-    assert {"times", "start_bytes", "floor_bytes", "strategy", "bound"} <= set(data[0])
-
-
-def test_saved_rows_are_the_same_curve_again(found):
-    assert from_data(json.loads(json.dumps(as_data(found)))) == found
+def test_saved_rows_are_the_same_curve_again(found, tmp_path):
+    save_rows(tmp_path / "curve.json", PARETO, found.rows)
+    experiment, results = load(tmp_path / "curve.json")
+    assert experiment is PARETO
+    assert TradeOff.of_one_graph(results.rows) == found
 
 
 def test_rows_of_two_graphs_are_not_one_curve(found):
-    other = as_data(replace(found, rows=tuple(replace(r, graph="other") for r in found.rows)))
+    other = [replace(r, graph="other") for r in found.rows]
     with pytest.raises(FileFormatError, match="rows of other, tower-5 are not one curve"):
-        from_data([*as_data(found), *other])
+        TradeOff.of_one_graph([*found.rows, *other])
 
 
 def test_a_saved_graph_gives_its_curve_and_a_budget_where_importing_torch_fails(tmp_path):

@@ -6,28 +6,39 @@ from typing import Any
 import pytest
 
 from bench.commands.results import make_tables
-from bench.experiments.comparison.side_by_side import COLUMNS, contender_cells, contenders, draw_contenders
+from bench.experiments.comparison.rows import PeerRow, PlannedRow
+from bench.experiments.comparison.side_by_side import (
+    COLUMNS,
+    COMPARISON,
+    contender_cells,
+    contenders,
+    draw_contenders,
+)
+from bench.experiments.registry import load
 from bench.experiments.results_file import save_rows
+from planner.solve import Status
 
 
-def planned(**changes: Any) -> dict[str, Any]:
+def planned(**changes: Any) -> PlannedRow:
     row = {
-        "model": "resnet18 b2", "strategy": "ilp", "budget": "50%", "step_share": 0.5, "measured_ratio": 1.1,
-        "ratio_low": 1.05, "ratio_high": 1.15, "exact": True, "gap": 0.01, "plan_s": 1.0, "apply_s": 0.4, "note": "",
-        "free_gradients": False, "early_updates": False,
+        "model": "resnet18 b2", "free_gradients": False, "early_updates": False, "strategy": "ilp", "budget": "50%",
+        "status": Status.FITS, "budget_bytes": 70, "start_bytes": 20, "eager_peak_bytes": 120,
+        "predicted_peak_bytes": 70, "measured_peak_bytes": 70, "predicted_overhead": 0.1, "measured_ratio": 1.1,
+        "ratio_low": 1.05, "ratio_high": 1.15, "eager_s": 2.0, "dropped": 3, "reruns": 4, "gap": 0.01, "plan_s": 1.0,
+        "apply_s": 0.4, "exact": True, "note": "", "step_share": 0.5, "prediction_error": 0.0,
     }  # fmt: skip
-    return row | changes
+    return PlannedRow(**row | changes)
 
 
-def peer(**changes: Any) -> dict[str, Any]:
+def peer(**changes: Any) -> PeerRow:
     row = {
         "model": "resnet18 b2", "peer": "selective checkpointing, products saved", "error": "", "peak_ratio": 0.6,
         "time_ratio": 1.3, "time_low": 1.2, "time_high": 1.4, "exact": False, "first_mismatch": "bn1.running_mean",
     }  # fmt: skip
-    return row | changes
+    return PeerRow(**row | changes)
 
 
-FAILED = {"model": "resnet18 b2", "peer": "Hugging Face gradient checkpointing", "error": "not a transformers model"}
+FAILED = PeerRow(model="resnet18 b2", peer="Hugging Face gradient checkpointing", error="not a transformers model")
 
 
 def test_the_smallest_peak_comes_first_and_what_failed_comes_last() -> None:
@@ -49,7 +60,8 @@ def test_a_plan_that_does_not_fit_says_why() -> None:
 
 
 def test_a_comparison_saved_under_results_becomes_a_page_and_a_figure(tmp_path: Path) -> None:
-    save_rows(tmp_path / "compare_small.json", rows=[planned(), peer(), FAILED])
+    save_rows(tmp_path / "small.json", COMPARISON, [planned(), peer(), FAILED])
+    assert load(tmp_path / "small.json")[1].rows == [planned(), peer(), FAILED]
     page, figure = make_tables(tmp_path)
     assert "| **ilp, budget 50%** | 0.50 | 1.10x | 1.05-1.15 | yes |" in page.read_text(encoding="utf-8")
     assert figure.read_bytes().startswith(b"\x89PNG")

@@ -38,9 +38,9 @@ def test_a_strategy_that_never_drops_anything_meets_the_unplanned_peak(monkeypat
 
 
 def test_cells_tell_bytes_and_shares_of_the_step():
-    row = {
-        "graph": "g", "strategy": "s", "smallest_bytes": 150, "start_bytes": 100, "unplanned_peak_bytes": 300,
-        "once_floor_bytes": 140, "floor_bytes": 120, "overhead": 0.25, "solves": 3, "search_s": 1.0,
-    }  # fmt: skip
+    row = SmallestRow(
+        graph="g", strategy="s", smallest_bytes=150, start_bytes=100, unplanned_peak_bytes=300, once_floor_bytes=140,
+        floor_bytes=120, overhead=0.25, solves=3, search_s=1.0,
+    )  # fmt: skip
     assert smallest_cells(row) == ("g", "s", "150 B", "25.0%", "25.0%", "140 B", "20.0%", "120 B", "10.0%", "1.0")
     assert len(smallest_cells(row)) == len(COLUMNS)

@@ -1,23 +1,31 @@
 """The figures of a sweep: which batches share an axis, and what is written on the bars."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from bench.experiments.sweep import figures
+from bench.experiments.sweep.rows import SweepRow
+from planner.solve import Status
 
 
 def batch_row(batch, **changed):
-    roles = {"param": 10, "activation": 30}
-    row = {"batch": batch, "measured": True, "status": "fits", "eager_s": 1.0, "planned_s": 1.1}
-    return {**row, "by_role_eager": roles, "by_role_planned": {"param": 10, "activation": 20}, **changed}
+    row = {
+        "model": f"m b{batch}", "batch": batch, "free_gradients": False, "early_updates": False, "strategy": "mutwo",
+        "status": Status.FITS, "budget_bytes": 35, "smallest_peak_bytes": 30, "start_bytes": 10,
+        "by_role_eager": {"param": 10, "activation": 30}, "by_role_planned": {"param": 10, "activation": 20},
+        "predicted_overhead": 0.1, "measured": True, "why_predicted": "", "note": "", "exact": True, "eager_s": 1.0,
+        "planned_s": 1.1, "eager_peak_bytes": 40, "planned_peak_bytes": 30,
+    }  # fmt: skip
+    return SweepRow(**row | changed)
 
 
 def test_batch_figures_are_drawn_with_rows_that_have_no_plan_or_no_time(tmp_path):
     rows = [
         batch_row(4),
-        batch_row(8, status="over budget", planned_s=None),
-        batch_row(9, status="no plan", planned_s=None, by_role_planned={}),
+        batch_row(8, status=Status.OVER_BUDGET, planned_s=None),
+        batch_row(9, status=Status.NO_PLAN, planned_s=None, by_role_planned={}),
         batch_row(16, measured=False, eager_s=None, planned_s=None),
     ]
     figures.draw_batch_peaks(tmp_path / "peaks.png", rows, title="t")
@@ -30,11 +38,11 @@ def sized(batch, nbytes, *, measured=True):
 
 
 def batches(groups):
-    return [[row["batch"] for row in group] for group in groups]
+    return [[row.batch for row in group] for group in groups]
 
 
 def size(row):
-    return row["by_role_eager"]["param"]
+    return row.by_role_eager["param"]
 
 
 def test_batches_share_an_axis_as_long_as_the_smallest_can_be_seen_on_it():
@@ -66,7 +74,7 @@ def test_two_panels_are_drawn_each_with_all_of_its_labels(draw, tmp_path, monkey
             drawn.extend(cells)
 
     monkeypatch.setattr(figures, "axes_beside", kept)
-    rows = [sized(4, 100), sized(8, 200), sized(128, 3000, measured=False) | {"eager_s": 20.0, "planned_s": 22.0}]
+    rows = [sized(4, 100), sized(8, 200), replace(sized(128, 3000, measured=False), eager_s=20.0, planned_s=22.0)]
     draw(tmp_path / "batches.png", rows, title="t")
     left, right = drawn
     assert [label.get_text() for label in left.get_xticklabels()] == ["4", "8"]
@@ -79,7 +87,7 @@ def test_two_panels_are_drawn_each_with_all_of_its_labels(draw, tmp_path, monkey
 def test_the_labels_on_planned_bars_say_the_reduction_the_ratio_or_why_there_is_none():
     assert figures.reduction_label(batch_row(4)) == "\N{MINUS SIGN}25%"
     assert figures.reduction_label(batch_row(4, by_role_planned={"param": 40})) == "same"
-    assert figures.reduction_label(batch_row(4, status="over budget")) == "over\nbudget"
+    assert figures.reduction_label(batch_row(4, status=Status.OVER_BUDGET)) == "over\nbudget"
     assert figures.latency_label(batch_row(4)) == "1.10x"
     assert figures.latency_label(batch_row(4, planned_s=None)) == "not timed"
-    assert figures.latency_label(batch_row(4, status="no plan")) == "no\nplan"
+    assert figures.latency_label(batch_row(4, status=Status.NO_PLAN)) == "no\nplan"

@@ -1,16 +1,15 @@
 """Memory that would not be enough: counted before a step runs, told with the numbers, predicted by sweeps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-import bench.experiments.comparison.planned_steps
-import bench.experiments.sweep.run
 import bench.machine.memory_need
 from bench.__main__ import main
 from bench.experiments.comparison.planned_steps import PROVEN_STEPS
-from bench.machine.memory_need import HEADROOM, Need, check_fits, lack, need_of
+from bench.machine.memory_need import HEADROOM, Need, lack, need_of
 from bench.workloads.spec import WorkloadSpec
-from profiler.measuring.memory import OutOfMemory
 from profiler.measuring.restoring import Touched
 from rewriter.proof import observe
 
@@ -38,6 +37,8 @@ def test_copies_are_counted_as_measuring_and_proving_make_them(captured):
     assert need.done_bytes == 2 * params_bytes  # gradients and momentum
     assert need.peak_bytes > need.done_bytes
 
+    planned = need_of(traced, proven_steps=PROVEN_STEPS, added_bytes=7)
+    assert planned == replace(need, peak_bytes=7 + params_bytes)  # and the momentum that the first step makes
     measuring = need_of(traced)
     assert (measuring.peak_bytes, measuring.peak_copies_bytes) == (need.peak_bytes, kept_bytes)
 
@@ -71,27 +72,6 @@ def test_the_copies_of_a_step_on_a_gpu_lie_in_main_memory(monkeypatch):
     assert "it needs 1000 B more on cuda:0" in lack(NEED, GPU)
     given(monkeypatch, cuda=1200, cpu=800)
     assert "it needs 700 B more on cpu" in lack(NEED, GPU)
-
-
-def test_a_step_that_does_not_fit_is_refused_with_the_numbers_and_the_way_on(captured, monkeypatch):
-    given(monkeypatch, cpu=1000)
-    with pytest.raises(
-        OutOfMemory, match=r"^mine does not fit on this machine: it needs .*KiB.* 850 B of the 1000 B"
-    ) as e:
-        check_fits("mine", captured[1])
-    for way in ("A smaller --batch", "--batches", "`python -m bench fit`", "`plans`", "`--graph`"):
-        assert way in str(e.value)
-
-
-@pytest.mark.parametrize("command", [[], ["profile"], ["graph"], ["pareto"]])
-def test_a_command_asks_before_it_measures_and_says_so_in_one_line(command, capsys, monkeypatch, tmp_path):
-    given(monkeypatch, cpu=1000)
-    for module in ("comparison.planned_steps", "profiling", "captured_graphs"):
-        monkeypatch.setattr(f"bench.experiments.{module}.measure", lambda *_, **__: pytest.fail("it was measured"))
-    assert main([*command, "--import", SPEC.source, "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("bench: tests.bench.small:make b8 does not fit on this machine")
-    assert len(error.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", [[], ["verify"], ["profile"], ["graph"], ["pareto"], ["pareto", "--roofline"]])

@@ -229,11 +229,11 @@ def test_a_saved_graph_is_shown_in_a_process_where_importing_torch_fails(tmp_pat
 
 
 def test_a_model_is_shown_before_and_after(tmp_path):
-    options = ["--import", "tests.bench.small:make", "--strategy", "mutwo", "--budget", "60%"]
+    options = ["--import", "tests.bench.small:make", "--strategy", "mutwo", "--budget", "80%"]
     assert main(["graph", *options, "--out", str(tmp_path)]) == 0
     after = (tmp_path / "after.txt").read_text()
     assert "recompute" in after
-    assert re.search(r"convolution_1 +forward +4 ", after)  # the module it stands in
+    assert re.search(r"addmm_1 +forward +3 ", after)  # the module it stands in
     parsed((tmp_path / "graph.html").read_text())
 
 
