@@ -87,12 +87,12 @@ class Watch:
             as_before = all(all(map(is_, get(what), values)) for get, what, values in self.probes)
         except (KeyError, AttributeError):
             return False
-        return as_before and self.absent.isdisjoint(self.table if self.absent else ())
+        return as_before and (not self.absent or dict.keys(self.table).isdisjoint(self.absent))
 
     def differences(self, same: Sameness) -> Iterator[tuple[str, Any, Any]]:
         """What is not as it was: what to call it, what it was, what it is."""
         now, label = self.holder.now(), self.holder.label
-        keys = dict.fromkeys((*self.kept, *now)) if self.sized else dict.fromkeys((*self.kept, *sorted(self.absent)))
+        keys = dict.fromkeys((*self.kept, *(now if self.sized else sorted(self.absent, key=str))))
         for key in keys:
             then, found = self.kept.get(key, UNSET), now.get(key, UNSET)
             if not same(then, found):
@@ -203,7 +203,7 @@ class Held:
         self._sizers = [_sizer(what) for what in self._containers]
         self._sizes = [len(watch.kept) for watch in sized]
         hiding = [watch for watch in probed if watch.absent]
-        self._disjoint = [watch.table.keys().isdisjoint for watch in hiding]
+        self._disjoint = [dict.keys(watch.table).isdisjoint for watch in hiding]
         self._absent = [tuple(watch.absent) for watch in hiding]
         self._contents = [watch for watch in self._watches if not watch.holder.kind.probed]
 

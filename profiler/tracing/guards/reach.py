@@ -269,6 +269,9 @@ class Reach:
         """Names that an object does not have and that would be read, or would hide what its class has."""
         if isinstance(holder.kind, holders.Globals):
             return frozenset(holder.names - holder.before.keys())
+        if isinstance(holder.kind, holders.Entries):
+            keys = self._keys(holder)
+            return keys - holder.before.keys() if isinstance(keys, frozenset) else frozenset()
         what = holder.what
         if isinstance(what, (type, ModuleType)) or not isinstance(holder.kind, Attributes):
             return frozenset()
