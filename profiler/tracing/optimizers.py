@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from numbers import Real
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.errors import CaptureError
-from profiler.tracing.guards import Autocast
+from profiler.tracing.guards import Autocast, own_step
 from profiler.tracing.patches import patched, with_subclasses
 from profiler.workload import NoOptimizer
 
@@ -36,6 +37,9 @@ def why_opaque(optimizer: Optimizer) -> str:
     kind = type(optimizer).__name__
     if isinstance(optimizer, NoOptimizer):
         return "the step has no optimizer"
+    known = type(optimizer) in (*_FUSED, SGD)
+    if own_step(optimizer) is not type(optimizer).step or (known and not _is_torchs(type(optimizer).step)):
+        return f"the step of {kind} was replaced by another, which must run"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{kind} has step hooks, which must run"
     if optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks:
@@ -44,6 +48,12 @@ def why_opaque(optimizer: Optimizer) -> str:
         return f"{kind} is driven by a gradient scaler"
     reasons = (_why_opaque_group(optimizer, group) for group in optimizer.param_groups)
     return next((reason for reason in reasons if reason), "")
+
+
+def _is_torchs(step: Callable[..., Any]) -> bool:
+    """Whether a step is one that comes with torch, below what its hooks and modes wrap around it."""
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return code is not None and code.co_filename.startswith(os.path.dirname(optimizer_module.__file__))
 
 
 def _why_opaque_group(optimizer: Optimizer, group: dict[str, Any]) -> str:

@@ -215,10 +215,18 @@ def watched_autograd(around: Callable[..., Any], on_gradients: Callable[[Any, An
 
 
 @contextmanager
-def only_this_optimizer(optimizer: Optimizer) -> Iterator[None]:
-    """Another optimizer that steps inside is refused: its parameters are no inputs of the graph."""
+def only_this_optimizer(optimizer: Optimizer, is_expected: Callable[[], bool]) -> Iterator[None]:
+    """Another optimizer that steps inside is refused: its parameters are no inputs of the graph.
+
+    So is this one where nobody expects it: it is stepped by something else than its `step`.
+    """
 
     def refuse(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+        if stepping is optimizer and not is_expected():
+            raise CaptureError(
+                "the step uses a copy of `optimizer.step` that was made before, or the step of its class: call "
+                "optimizer.step() itself"
+            )
         if stepping is not optimizer:
             raise CaptureError(
                 f"the step also steps another optimizer ({type(stepping).__name__}): give all parameters to "

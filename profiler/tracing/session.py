@@ -139,6 +139,7 @@ class _Session:
         self.stand_ins = StandIns(model, optimizer, batch, probing=probing)
         self.args: dict[InputSlot, Tensor] = {}  # the stand-ins as the tracer hands them to the step
         self.stepped_groups: set[int] = set()
+        self.stepping = False  # whether the optimizer is stepped by its own `step`
         self.outside_reads: set[tuple[int, str]] = set()
 
     # -- the trace ----------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ class _Session:
             self._hook_in(stack)
             self._swap_in(stack)
             stack.enter_context(watched_autograd(self._around_backward, self._note_returned))
-            stack.enter_context(only_this_optimizer(self.optimizer))
+            stack.enter_context(only_this_optimizer(self.optimizer, lambda: self.stepping))
             stack.enter_context(refusing_schedulers())
             stack.enter_context(refusing_scalers())
             stack.enter_context(autocast_cache())
@@ -316,6 +317,7 @@ class _Session:
     def _trace_step(self) -> None:
         groups: list[Any] = self.optimizer.param_groups
         saved = [dict.__getitem__(group, "lr") for group in groups]
+        self.stepping = True
         try:
             for i, group in enumerate(groups):
                 group.watching = False
@@ -325,6 +327,7 @@ class _Session:
         except Exception as error:
             raise _UntraceableOptimizerError(f"{type(error).__name__}: {error}") from error
         finally:
+            self.stepping = False
             for group, rate in zip(groups, saved, strict=True):
                 group["lr"] = rate
                 group.watching = True

@@ -1,13 +1,20 @@
 """What a graph has baked in is noticed when it changes, by name, and honoured by the next capture; the rest is not."""
 
+import contextlib
 import copy
 import functools
+import random
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.errors import CaptureError
 from profiler.tracing.calling import BufferSlot, ParamSlot
@@ -45,7 +52,7 @@ def captured(step=small.step, *, model=small.mlp, optimizer=small.sgd):
     return traced, network, chosen, batch
 
 
-# -- values that modules hold ---------------------------------------------------------------------------------
+# -- values that modules hold --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,7 +112,7 @@ def test_values_that_the_step_changes_itself_and_values_put_back_are_not_minded(
     assert traced.convention.check(batch) == []
 
 
-# -- values that the step reads from outside ------------------------------------------------------------------
+# -- values that the step reads from outside -----------------------------------------------------------------
 
 RATIO = 0.5
 step_count = 0  # as many a script has it
@@ -221,7 +228,7 @@ def test_what_a_method_reads_of_its_object_is_noticed_and_the_rest_of_the_object
     assert traced.convention.check(batch) == ["Trainer.ratio was 0.5 and is 0.75"]
 
 
-# -- what the model is made of ----------------------------------------------------------------------------------
+# -- what the model is made of ---------------------------------------------------------------------------------
 
 
 class Doubled(nn.Module):
@@ -352,7 +359,7 @@ def test_a_slot_whose_tensor_is_gone_says_so(kind, slot):
         gone.tensor()
 
 
-# -- mixed precision around the step ------------------------------------------------------------------------------
+# -- mixed precision around the step -----------------------------------------------------------------------------
 
 
 def in_bfloat16():
@@ -421,3 +428,242 @@ def test_a_run_leaves_autocast_as_it_was():
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+# -- modes and switches around the step --------------------------------------------------------------------------------
+
+
+class Watching(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Following(TorchFunctionMode):
+    """The same for functions."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def switched(setter, now, then):
+    setter(now)
+    try:
+        yield
+    finally:
+        setter(then)
+
+
+@contextlib.contextmanager
+def hook_on_all_modules():
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+AROUND = {
+    "no_grad": (torch.no_grad, ["gradient mode was on and is off"]),
+    "inference": (torch.inference_mode, ["gradient mode was on and is off", "inference mode was off and is on"]),
+    "dispatch mode": (Watching, ["the stack of torch dispatch modes was () and is (Watching)"]),
+    "function mode": (Following, ["the stack of torch function modes was () and is (Following)"]),
+    "attention": (
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]),
+        ["memory-efficient attention was on and is off"],
+    ),
+    "dtype": (
+        lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
+        ["the default dtype was torch.float32 and is torch.float64"],
+    ),
+    "determinism": (
+        lambda: switched(torch.use_deterministic_algorithms, True, False),
+        ["use of deterministic algorithms was off and is on"],
+    ),
+    "precision": (
+        lambda: switched(torch.set_float32_matmul_precision, "medium", "highest"),
+        ["float32 matmul precision was highest and is medium"],
+    ),
+    "threads": (lambda: switched(torch.set_num_threads, 2, 1), ["the number of threads was 1 and is 2"]),
+    "saved tensors": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(keep, keep),
+        ["the pair of hooks on saved tensors was () and is (keep, keep)"],
+    ),
+    "hooks": (hook_on_all_modules, ["the list of hooks on all modules was () and is (<lambda>)"]),
+}
+
+
+def keep(tensor):
+    return tensor
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_mode_or_switch_around_the_step_is_noticed_while_it_is_there(name):
+    around, said = AROUND[name]
+    traced, _, _, batch = captured()
+    with around():
+        found = traced.convention.check(batch)
+    assert found[: len(said)] == said
+    assert traced.convention.check(batch) == []
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_fails_as_eager_does_and_changes_nothing(around):
+    traced, model, optimizer, batch = captured()
+    before = copy.deepcopy(model.state_dict())
+    with around():
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            small.step(model, optimizer, batch)
+        with pytest.raises(CaptureError, match="gradient mode was on and is off"):
+            traced.run(batch)
+        with pytest.raises(CaptureError, match="does not require grad"):
+            capture(small.step, model, optimizer, batch)
+    before["1.num_batches_tracked"] += 1  # what the failing eager step did
+    assert all(torch.equal(model.state_dict()[name], was) for name, was in before.items() if "running" not in name)
+
+
+# -- the optimizer's step ----------------------------------------------------------------------------------------------
+
+
+def replaced_on_the_object(optimizer):
+    own = optimizer.step
+
+    def twice():
+        own()
+        own()
+
+    optimizer.step = twice
+
+
+def replaced_on_its_class(optimizer):
+    own = type(optimizer).step
+
+    def twice(self, closure=None):
+        own(self)
+        own(self)
+
+    type(optimizer).step = twice
+
+
+@pytest.mark.parametrize("replace", [replaced_on_the_object, replaced_on_its_class], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("optimizer", [small.sgd, small.adam])
+def test_a_replaced_step_of_the_optimizer_is_noticed_and_run(replace, optimizer, monkeypatch):
+    def between(i, model, chosen):
+        monkeypatch.setattr(type(chosen), "step", type(chosen).step)  # put back in the end
+        if i == 0:
+            replace(chosen)
+        elif i == 2:
+            monkeypatch.undo()
+
+    inside = optimizer is small.sgd  # else it runs as itself, whatever that is
+    assert_captured_equals_eager(
+        small.make(model=small.plain, optimizer=optimizer), between=between, recaptures=int(inside)
+    )
+
+
+def test_a_replaced_step_is_said_and_a_scheduler_that_counts_is_no_replacement():
+    traced, _, optimizer, batch = captured()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert traced.convention.check(batch) == []
+    replaced_on_the_object(optimizer)
+    assert traced.convention.check(batch) == ["the optimizer was given another step"]
+
+
+def test_a_copy_of_the_optimizers_step_is_refused():
+    _, model, optimizer, batch = small.make()()
+    update = optimizer.step
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        update()
+
+    with pytest.raises(CaptureError, match=r"call optimizer\.step\(\) itself"):
+        capture(step, model, optimizer, batch)
+
+
+def test_a_list_among_the_optimizers_numbers_that_changes_in_place_is_noticed():
+    def adam(model):
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+        return optimizer
+
+    traced, _, optimizer, batch = captured(optimizer=adam)
+    optimizer.param_groups[0]["betas"][0] = 0.5
+    assert traced.convention.check(batch) == ["'betas' of optimizer group 0 was [0.9, 0.99] and is [0.5, 0.99]"]
+
+
+# -- what the step itself changes --------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A step that counts, logs, keeps and draws."""
+
+    def __init__(self):
+        self.counted, self.read, self.log, self.last = 0, 0, [], None
+        self.random = random.Random(0)
+        self.numpy = np.random.default_rng(0)
+
+    def __call__(self, model, optimizer, batch):
+        self.counted += 1
+        self.read += 1
+        loss = small.step(model, optimizer, batch) * (1 if self.read % 2 else 2)
+        self.log.append("loss")
+        self.last = "a text"
+        return loss * self.random.random() * self.numpy.random()
+
+
+def test_what_the_step_changes_is_reported_with_whether_it_is_read():
+    step = Counting()
+    traced, *_ = captured(step)
+    changes = {change.path: change for change in traced.convention.guards.changes}
+    assert not changes["Counting.counted"].read
+    assert changes["Counting.read"].read
+    assert str(changes["Counting.read"]) == "Counting.read was 0 and is 1"
+    assert not changes["the number of entries of Counting.log"].read
+    assert changes["the state of Counting.random"].read
+    assert changes["the state of Counting.numpy"].read
+    assert "Counting.last" not in changes
+
+
+def test_what_the_step_changes_itself_is_no_reason_to_capture_again():
+    step = Counting()
+    traced, *_, batch = captured(step)
+    step.counted, step.read, step.last = 5, 7, "another"
+    step.log.append("more")
+    step.random.random()
+    step.numpy.random()
+    assert traced.convention.check(batch) == []
+
+
+# -- bounds and cost ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("huge", [list(range(20_000)), dict.fromkeys(range(20_000)), np.zeros(1 << 18)], ids=type)
+def test_a_container_that_is_too_large_to_be_watched_is_said_by_name(huge):
+    def step(model, optimizer, batch):
+        return small.step(model, optimizer, batch) * (1 + huge[7] if isinstance(huge, list) else len(huge))
+
+    with pytest.warns(UserWarning, match=r"the outer variable huge has \d+ entries, more than are watched"):
+        captured(step)
+
+
+def test_a_large_container_that_is_only_written_is_not_mentioned():
+    log = list(range(20_000))
+
+    def step(model, optimizer, batch):
+        log.append(0)
+        return small.step(model, optimizer, batch)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured(step)
+
+
+def test_values_that_are_put_there_anew_and_are_equal_hold_again_and_again():
+    traced, model, _, batch = captured(model=Gated)
+    for i in range(3):
+        model.beta, model.scales = float(f"0.{5 + 0 * i}"), tuple(float(f"{n}.0") for n in (1, 2))
+        assert traced.convention.check(batch) == []

@@ -1,4 +1,4 @@
-"""Whatever a step reads, in whichever way it reads it: a change is noticed by name, and what it does not read is not."""
+"""Whatever a step reads, however it reads it: a change is noticed by name, and what it does not read is not."""
 
 import argparse
 import collections
@@ -586,7 +586,7 @@ def global_read_in_another_file():
 
 def global_imported_in_the_function():
     def loss(m, b):
-        from tests.profiler.helpers_of_steps import GAMMA  # noqa: PLC0415
+        from tests.profiler.helpers_of_steps import GAMMA
 
         return squared(m, b) * GAMMA
 

@@ -8,6 +8,7 @@ from operator import call
 from typing import Any
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
 from torch.nn.modules import module as module_globals
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -41,6 +42,11 @@ def _cast_to(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def _code_of(function: Any) -> Any:
+    """What tells a function from another: closures are made anew each time."""
+    return getattr(function, "__code__", type(function))
+
+
 def _names_of(modes: Iterable[Any]) -> tuple[str, ...]:
     return tuple(type(mode).__name__ for mode in modes)
 
@@ -51,10 +57,11 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "inference mode": torch.is_inference_mode_enabled,
     "the cache of autocast": torch.is_autocast_cache_enabled,
     "the default dtype": torch.get_default_dtype,
+    "the default device": torch.get_default_device,
     "the number of threads": torch.get_num_threads,
     "float32 matmul precision": torch.get_float32_matmul_precision,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "warnings only for deterministic algorithms": torch.is_deterministic_algorithms_warn_only_enabled,
+    "use of deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "a mere warning for the lack of deterministic algorithms": torch.is_deterministic_algorithms_warn_only_enabled,
     "flash attention": torch.backends.cuda.flash_sdp_enabled,
     "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math attention": torch.backends.cuda.math_sdp_enabled,
@@ -66,10 +73,10 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn's determinism": torch._C._get_cudnn_deterministic,
     "mkldnn": torch._C._get_mkldnn_enabled,
     "einsum's order": lambda: (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
-    "the hooks on saved tensors": lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
-    "the torch function modes": lambda: _names_of(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
-    "the torch dispatch modes": lambda: _names_of(_get_current_dispatch_mode_stack()),
-    "hooks on all modules": lambda: tuple(
+    "the pair of hooks on saved tensors": lambda: tuple(map(_code_of, _top_saved_tensors_hooks(True) or ())),
+    "the stack of torch function modes": lambda: _names_of(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
+    "the stack of torch dispatch modes": lambda: _names_of(_get_current_dispatch_mode_stack()),
+    "the list of hooks on all modules": lambda: tuple(
         hook for name in GLOBAL_HOOKS for hook in (getattr(module_globals, name) or {}).values()
     ),
 }
@@ -100,5 +107,5 @@ def _worded(state: Any) -> str:
     if isinstance(state, bool):
         return "on" if state else "off"
     if isinstance(state, tuple):
-        return f"({', '.join(getattr(one, '__name__', str(one)) for one in state)})"
+        return f"({', '.join(str(getattr(one, '__name__', getattr(one, 'co_name', one))) for one in state)})"
     return str(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -9,12 +10,13 @@ from operator import call, is_
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from profiler.tracing.guards.exact import UNSET, exactly_equal, was_and_is
 from profiler.tracing.guards.holders import Attributes, Entries, Holder, Items, Probe, Selection, own_dict
-from profiler.tracing.guards.reach import Reach
+from profiler.tracing.guards.reach import MOST_HOLDERS, Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class Watch:
         self.holder = holder
         self.kept = kept
         self.absent = absent  # names that must not turn up
-        may_grow = holder.lenient and isinstance(holder.what, (dict, set))
+        may_grow = holder.partial or (holder.lenient and isinstance(holder.what, (dict, set)))
         self.sized = sized and holder.kind.sized and not may_grow and len(kept) == len(holder.before)
         probes = holder.kind.probes(holder.what, kept, sized=self.sized) if holder.kind.probed else []
         self.probes: list[Probe] = probes
@@ -168,8 +170,9 @@ class Held:
     def close(self) -> None:
         """Once everything is as before: the list of what each call looks at."""
         reach = self._reach
+        _say_what_is_not_watched(reach)
         for holder in reach.all_holders():
-            if holder.late:
+            if holder.late and not holder.partial:
                 holder.before = holder.now()
         watches = [
             self._watch(h) for h in reach.all_holders() if reach.ran(h) and h.kind.selection is not Selection.DRAWN
@@ -236,6 +239,20 @@ class Held:
     def modules(self) -> list[tuple[str, nn.Module]]:
         """Every module that the step can reach, the model's first, with their paths."""
         return list(self._reach.modules.values())
+
+
+def _say_what_is_not_watched(reach: Reach) -> None:
+    for holder in reach.unwatched():
+        size = holder.what.size if isinstance(holder.what, np.ndarray) else len(holder.what)
+        _warn(f"{holder.path} has {size} entries, more than are watched")
+    if reach.beyond:
+        _warn(
+            f"the step can reach more than {MOST_HOLDERS} objects, and {reach.beyond} is not watched, nor what follows"
+        )
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"{what}: the planned step will not notice when it changes", UserWarning, stacklevel=2)
 
 
 def _by_object(watches: Iterable[Watch]) -> dict[int, list[Watch]]:

@@ -186,6 +186,15 @@ class _Raw:
         return dict.__getitem__(self._what, key)
 
 
+class Huge(Kind):
+    """What is too large to be noted."""
+
+    selection = Selection.KEYS
+
+    def read(self, what: Any) -> dict[Any, Any]:
+        return {}
+
+
 class View(Kind):
     """What a read-only view of a dict shows."""
 
@@ -374,6 +383,7 @@ class Holder:
     kind: Kind
     before: dict[Any, Any] = field(init=False)
     names: set[str] = field(default_factory=set)  # under which code finds it, or what functions read of it
+    partial: bool = False  # whether only a few of its entries are noted, because there are so many
     late: bool = False  # whether it is noted after the step, because no step changes it, and capture may
     lenient: bool = False  # whether it belongs to an installed library, whose registries may grow
     whole: bool = False  # whether it was found as a part of something, so that all of it may be read

@@ -41,17 +41,16 @@ class OptimizerGuard:
     """An optimizer as it was. `numbers` are those that are baked in, with the group and the name of each."""
 
     groups: tuple[tuple[Tensor, ...], ...]
-    numbers: tuple[tuple[int, str, Any, Any], ...]  # the number itself, and frozen
+    numbers: tuple[tuple[int, str, Any], ...]  # frozen
     step: Any  # None where it runs outside the graph, as whatever it then is
 
     @staticmethod
     def of(optimizer: Optimizer, *, baked: set[tuple[int, str]], traced: bool) -> OptimizerGuard:
         """The guard that the optimizer meets now; `traced` says that its arithmetic is in the graph."""
         groups = optimizer.param_groups
-        found = [(i, key, groups[i].get(key)) for i, key in sorted(baked)]
         return OptimizerGuard(
             groups=tuple(tuple(group["params"]) for group in groups),
-            numbers=tuple((i, key, value, frozen(value)) for i, key, value in found),
+            numbers=tuple((i, key, frozen(groups[i].get(key))) for i, key in sorted(baked)),
             step=own_step(optimizer) if traced else None,
         )
 
@@ -65,11 +64,11 @@ class OptimizerGuard:
     def changed_numbers(self, optimizer: Optimizer) -> list[str]:
         """What differs in the optimizer's numbers alone; one that runs outside the graph reads them anew."""
         groups = optimizer.param_groups
-        pairs = [(i, key, then, kept, groups[i].get(key)) for i, key, then, kept in self.numbers if i < len(groups)]
+        pairs = [(i, key, kept, groups[i].get(key)) for i, key, kept in self.numbers if i < len(groups)]
         return [
-            f"{key!r} of optimizer group {i} was {_thawed(kept) if then is now else then!r} and is {now!r}"
-            for i, key, then, kept, now in pairs
-            if not (_unchanged(kept, frozen(now)))
+            f"{key!r} of optimizer group {i} was {_thawed(kept)} and is {now!r}"
+            for i, key, kept, now in pairs
+            if not _unchanged(kept, frozen(now))
         ]
 
     def _group_mismatches(self, optimizer: Optimizer) -> Iterator[str]:
@@ -94,7 +93,11 @@ class OptimizerGuard:
 
 
 def _thawed(kept: Any) -> str:
-    """A frozen list or dict, as it was."""
-    if isinstance(kept, tuple) and kept and isinstance(kept[0], type):
-        return repr(kept[0](kept[1:]))
-    return repr(kept)
+    """What was frozen, as it was."""
+    return repr(_melted(kept))
+
+
+def _melted(kept: Any) -> Any:
+    if not isinstance(kept, tuple) or not kept or not isinstance(kept[0], type):
+        return kept
+    return kept[0](map(_melted, kept[1:]))

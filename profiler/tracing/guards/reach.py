@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-import warnings
 import weakref
 from collections import UserDict, UserList, defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -56,7 +55,7 @@ class Reach:
         self._globals: dict[int, Holder] = {}
         self.tensors: dict[int, tuple[str, Tensor]] = {}  # that lie outside the model
         self.modules: dict[int, tuple[str, nn.Module]] = {}
-        self.skipped: dict[str, int] = {}  # containers too large to be noted, and their size
+        self.beyond = ""  # the first of what was left out because there is too much
         self._anywhere: set[str] = set()
         self._of_class: defaultdict[type, set[str]] = defaultdict(set)
         self._asked: set[str] = set()
@@ -308,7 +307,7 @@ class Reach:
         if id(value) in self.holders or id(value) in self.modules or id(value) in self.tensors:
             return
         if len(self.holders) >= MOST_HOLDERS:
-            self.skipped[path] = MOST_HOLDERS
+            self.beyond = self.beyond or path
             return
         if isinstance(value, Tensor):
             self.tensors[id(value)] = (path, value)
@@ -384,16 +383,11 @@ class Reach:
             self._follow(own_dict(function).get("__wrapped__"), path)
 
     def _look_at_array(self, array: Any, path: str) -> None:
-        if array.nbytes > holders.LARGEST_ARRAY_BYTES or array.dtype.hasobject:
-            self.skipped[path] = array.size
-            return
-        self._hold(array, path, holders.Bytes())
+        small = array.nbytes <= holders.LARGEST_ARRAY_BYTES and not array.dtype.hasobject
+        self._hold(array, path, holders.Bytes() if small else holders.Huge())
 
     def _hold_container(self, value: Any, path: str, kind: Kind) -> None:
-        if len(value) > MOST_ENTRIES:
-            self.skipped[path] = len(value)
-            return
-        self._hold(value, path, kind)
+        self._hold(value, path, kind if len(value) <= MOST_ENTRIES else holders.Huge())
         if own_dict(value):
             self._hold(value, path, Attributes())
 
@@ -425,14 +419,16 @@ class Reach:
             yield from found
         yield from self._globals.values()
 
-    def say_what_is_not_watched(self) -> None:
-        """A warning that names what is too large to be watched, where there is such a thing."""
-        for path, size in self.skipped.items():
-            warnings.warn(
-                f"{path} has {size} entries, more than are watched: if the step reads it and it changes, capture anew",
-                UserWarning,
-                stacklevel=2,
-            )
+    def unwatched(self) -> list[Holder]:
+        """What is too large to be watched, and is read."""
+        huge = [holder for holder in self.all_holders() if isinstance(holder.kind, holders.Huge)]
+        for holder in huge:
+            keys = self._keys(holder)
+            if isinstance(keys, frozenset) and isinstance(holder.what, dict):  # a few entries of it are no burden
+                holder.kind = holders.Entries()
+                holder.before = {key: dict.__getitem__(holder.what, key) for key in keys if key in holder.what}
+                holder.late = holder.partial = True
+        return [holder for holder in huge if isinstance(holder.kind, holders.Huge) and self._keys(holder)]
 
 
 _CONTAINERS: tuple[tuple[Any, Kind], ...] = (
