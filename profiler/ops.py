@@ -18,6 +18,9 @@ aten = torch.ops.aten
 # Key of `node.meta`: the node whose memory this one's tensor lies in, or None where it has its own.
 ALIAS_OF = "alias_of"
 
+# Key of `node.meta`: the node makes a Python number, not a tensor.
+NUMBER = "number"
+
 # Elementwise ops that the library forgot to tag as such.
 _ALSO_POINTWISE = frozenset(
     {"hardswish", "hardswish_backward", "hardsigmoid", "hardsigmoid_backward", "hardtanh", "hardtanh_backward"}
@@ -174,13 +177,15 @@ def has_effect(node: fx.Node) -> bool:
     """Whether the op does anything besides making its outputs."""
     if node.op != "call_function":
         return True
-    known = overload(node) is not None or is_getitem(node)
+    known = overload(node) is not None or is_getitem(node) or NUMBER in node.meta
     return not known or bool(written(node)) or is_random(node)
 
 
 def why_never_rerun(node: fx.Node) -> str:
     """Why a second run of an op without annotated writes would not give the same bits, or ""."""
     op = overload(node)
+    if NUMBER in node.meta:
+        return "makes a number, which is kept"
     if op is None:
         return "runs the user's own optimizer" if isinstance(node.target, OpaqueStep) else "is not a torch op"
     if op.namespace == "recompute_planner":

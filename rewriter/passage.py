@@ -10,7 +10,7 @@ from torch import Tensor
 
 from planner.errors import PlannerError
 from profiler.ops import memory_of
-from profiler.tracing.calling import below_autograd
+from profiler.tracing.patches import below_autograd
 from rewriter.cutting import Halves
 
 

@@ -121,7 +121,7 @@ def _nothing() -> None: ...
 
 
 def observe(
-    step: StepFunction, touched: Touched, batch: Any, *, steps: int, begin: Callable[[], None] = _nothing
+    step: StepFunction, touched: Touched, batch: Any, *, steps: int, begin: Callable[[], object] = _nothing
 ) -> Observation:
     """Step a few times and put everything back.
 

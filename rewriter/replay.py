@@ -13,6 +13,7 @@ from torch import fx
 from planner.schedule import Schedule
 from planner.walk import Freed, Ran, walk
 from profiler.op_forms import Form, Generator, form_of
+from profiler.ops import NUMBER
 from profiler.random_replay import ReplayingRng, SavingRng
 from profiler.tracing.whole_step import TracedStep
 
@@ -97,6 +98,8 @@ class _Replay:
 
     def _bind(self, ran: Ran, node: fx.Node, made: fx.Node) -> None:
         """Let the captured op's outputs stand for what `made` returns; second copies of what is there are dropped."""
+        if NUMBER in node.meta:
+            self.current[node] = made
         for v in ran.op.outputs:
             value, captured = self.traced.graph.values[v], self.traced.value_nodes[v]
             if value.base is None and value.storage not in ran.made:

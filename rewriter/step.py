@@ -16,6 +16,7 @@ from planner.plan_table import write_plan_csv
 from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
 from planner.units import human_bytes
+from profiler.tracing.assumptions import BrokenAssumption, Turns
 from profiler.workload import Workload
 from rewriter.budgets import over_budget
 from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven
@@ -70,6 +71,7 @@ class CheckpointedStep:
         self._forms: list[Form] = []  # the most recently used first
         self._new_numbers = 0  # how often a form was left because a number of the optimizer's had changed
         self._calls = 0
+        self._turns = Turns()
 
     def __call__(self, batch: Any) -> Any:
         """One training step on `batch`; returns what the user's own step returns."""
@@ -77,7 +79,31 @@ class CheckpointedStep:
         if self._settings.prove_every and self._calls and self._calls % self._settings.prove_every == 0:
             self._proven(form, batch, steps=1)
         self._calls += 1
-        return form.planned.run(batch)
+        return self._run(form, batch)
+
+    def _run(self, form: Form, batch: Any) -> Any:
+        """One step; where the data lead another way than they did for a form, by the form that goes that way."""
+        others = [other for other in self._forms if other is not form]
+        try:
+            return form.planned.run(batch)
+        except BrokenAssumption as broken:
+            said = broken
+        for other in others:
+            if other.mismatches(batch):
+                continue
+            try:
+                result = other.planned.run(batch)
+            except BrokenAssumption:
+                continue
+            self._use(other)
+            return result
+        self._turns.note([said], batch)
+        self._say_why([str(said)])
+        return self.prepare(batch, like=form).planned.run(batch)
+
+    def _use(self, form: Form) -> None:
+        """The form in use stands first."""
+        self._forms = [form, *(other for other in self._forms if other is not form)]
 
     # -- what it will tell ----------------------------------------------------------------------------------
 
@@ -128,16 +154,24 @@ class CheckpointedStep:
 
     def _form_for(self, batch: Any) -> Form:
         wrong: list[str] = []
-        for i, form in enumerate(self._forms):
+        for form in self._forms:
             mismatches = form.mismatches(batch)
             if not mismatches:
-                if i:
-                    self._forms.insert(0, self._forms.pop(i))
+                self._use(form)
                 return form
             wrong = wrong or mismatches
         self._count_new_numbers()
+        broken = self._broken(batch)
+        self._turns.note(broken, batch)
         self._say_why(wrong)
-        return self.prepare(batch)
+        return self.prepare(batch, like=self._forms[0] if broken else None)
+
+    def _broken(self, batch: Any) -> list[BrokenAssumption]:
+        """The reads by which the last form alone does not fit, if it is only them."""
+        convention = self._forms[0].ready.traced.convention if self._forms else None
+        if convention is None or any(convention.guards.mismatches(convention.optimizer, batch)):
+            return []
+        return convention.broken(batch)
 
     def _count_new_numbers(self) -> None:
         convention = self._forms[0].ready.traced.convention if self._forms else None
@@ -158,12 +192,15 @@ class CheckpointedStep:
         """Whether its numbers change so often (a schedule of momentum, say) that none of them should be baked in."""
         return self._new_numbers > 1 and not self._settings.early_updates
 
-    def prepare(self, batch: Any) -> Form:
-        """Capture, measure, plan, rewrite and prove for `batch`; OverBudget before anything is changed."""
+    def prepare(self, batch: Any, *, like: Form | None = None) -> Form:
+        """Capture, measure, plan, rewrite and prove for `batch`; OverBudget before anything is changed.
+
+        Another way through the same step may take what `like`, its first one, was given.
+        """
         settings = self._settings
         ready = prepare(
             self._workload._replace(batch=batch),
-            [settings.budget],
+            [settings.budget, *([like.limit.nbytes] if like else [])],
             liberties=Liberties(
                 free_gradients=settings.free_gradients,
                 early_updates=settings.early_updates,
@@ -172,7 +209,7 @@ class CheckpointedStep:
             in_place=settings.in_place,
             show_progress=settings.show_progress,
         )
-        limit, solution = self._solved(ready)
+        limit, solution = self._solved(ready, least_bytes=like.limit.nbytes if like else 0)
         assert solution.schedule is not None
         ready = replace(ready, workload=self._workload)  # which does not keep the batch alive
         form = Form(ready=ready, solution=solution, limit=limit, planned=ready.replayed(solution.schedule))
@@ -183,10 +220,12 @@ class CheckpointedStep:
 
     # -- plans ----------------------------------------------------------------------------------------------
 
-    def _solved(self, ready: ReadyStep) -> tuple[Limit, Solution]:
+    def _solved(self, ready: ReadyStep, *, least_bytes: int) -> tuple[Limit, Solution]:
         settings, given = self._settings, self._given(ready.graph)
         keeps_all = ready.as_it_is and (given is None or given.keeps_all)
         limit = limit_of(ready, settings.budget, in_place=settings.in_place, keeps_all=keeps_all)
+        if limit.nbytes < least_bytes:
+            limit = limit_of(ready, least_bytes, in_place=settings.in_place, keeps_all=keeps_all)
         problem = limit.problem(ready.graph, time_limit_s=settings.time_limit_s, in_place=settings.in_place)
         solution = solve(problem, given) if given else solve_if_needed(problem, settings.strategy, label=settings.label)
         if solution.status is not Status.FITS:

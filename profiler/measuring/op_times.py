@@ -25,9 +25,10 @@ from profiler.errors import CaptureError
 from profiler.measuring.meters import MemorySample, Meter, meter_for
 from profiler.measuring.restoring import Touched
 from profiler.op_forms import Generator, form_of
-from profiler.ops import memory_of
+from profiler.ops import NUMBER, memory_of
 from profiler.random_replay import ReplayingRng, generator_state
-from profiler.tracing.calling import below_autograd
+from profiler.tracing.assumptions import taken_to_hold
+from profiler.tracing.patches import below_autograd
 from profiler.tracing.whole_step import TracedStep
 from profiler.workload import device_of
 
@@ -87,6 +88,7 @@ def measure(
     with (
         Touched.by(traced, batch).kept(),
         below_autograd(),
+        taken_to_hold(),
         Progress(transient=True, disable=not show_progress) as bar,
     ):
         task = bar.add_task("measuring the step", total=(2 + TIMED_RUNS) * len(schedule.steps))
@@ -198,6 +200,8 @@ class _Runner:
         graph, node = self.traced.graph, self.traced.nodes[ran.op.id]
         if ran.step.into is not None:
             self._take(ran.step.into)
+        if NUMBER in node.meta:
+            self.live[node] = result
         for v in ran.op.outputs:
             value, captured = graph.values[v], self.traced.value_nodes[v]
             if value.base is None and value.storage not in ran.made:

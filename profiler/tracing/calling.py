@@ -5,20 +5,20 @@ The convention knows nothing of the graph module: any function of the same place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from planner.ir import Role
 from profiler.errors import CaptureError
+from profiler.tracing.assumptions import Beforehand, BrokenAssumption, are_taken_to_hold
 from profiler.tracing.guards import Guards
 from profiler.tracing.optimizers import make_lazy_state
+from profiler.tracing.patches import below_autograd
 from profiler.tracing.typed_graph import Port
 
 # -- where an input is read ---------------------------------------------------------------------------------
@@ -154,17 +154,6 @@ class Result:
 # -- the convention -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """Run ops without recording them, and yet as in training.
-
-    Not `no_grad`: some kernels (mkldnn's recurrent layer) ask for the mode and then leave out what the backward
-    needs. Nor under autocast: a captured graph has its casts in it. Graphs are run, timed and rewritten under this.
-    """
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-        yield
-
-
 @dataclass(frozen=True, kw_only=True)
 class Convention:
     """Calls any graph of the captured step's inputs and outputs on the user's own objects."""
@@ -178,6 +167,7 @@ class Convention:
     result: Result
     training_after: tuple[tuple[nn.Module, bool], ...]
     guards: Guards
+    beforehand: Beforehand | None = None  # what is checked of values that the step read
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -191,11 +181,20 @@ class Convention:
 
     def check(self, batch: Any) -> list[str]:
         """What no longer matches the captured step; empty where the graph may run."""
-        return list(self.guards.mismatches(self.optimizer, batch))
+        return list(self.guards.mismatches(self.optimizer, batch)) or [str(one) for one in self.broken(batch)]
+
+    def broken(self, batch: Any) -> list[BrokenAssumption]:
+        """The reads that now give another value, of those that are checked beforehand; only where all else matches."""
+        if self.beforehand is None or are_taken_to_hold():
+            return []
+        leaves = pytree.tree_leaves(batch)
+        return self.beforehand.broken(lambda i: self._read(self.inputs[i], leaves))
 
     def call(self, function: Callable[..., Sequence[Tensor]], batch: Any) -> Any:
         """Run `function` as the step, on live state; CaptureError if the step is not the captured one."""
-        wrong = self.check(batch)
+        wrong = list(self.guards.mismatches(self.optimizer, batch))
+        if not wrong and (broken := self.broken(batch)):
+            raise broken[0]
         if wrong:
             more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
             raise CaptureError(f"not the captured step any more: {'; '.join(wrong[:5])}{more}: capture again")
@@ -203,9 +202,15 @@ class Convention:
 
     def run(self, function: Callable[..., Sequence[Tensor]], batch: Any) -> Any:
         """`call` without its check, for who has just checked."""
+        made = self.make_state()
         flat = self.gather(batch)
-        with below_autograd():
-            outputs = function(*flat)
+        try:
+            with below_autograd():
+                outputs = function(*flat)
+        except BrokenAssumption:  # the graph has put back what it wrote
+            for p, state in made.items():
+                _refill(self.optimizer.state, p, state)
+            raise
         return self.finish(outputs)
 
     def gather(self, batch: Any) -> list[Any]:
@@ -254,10 +259,21 @@ class Convention:
             case BatchSlot():
                 return leaves[slot.leaf]
 
-    def make_state(self) -> None:
-        """The optimizer's lazy state, as its own first step would make it."""
+    def make_state(self) -> dict[Tensor, dict[str, Any] | None]:
+        """The optimizer's lazy state, as its own first step would make it; what was there before of each parameter."""
         state = self.optimizer.state
         slots = [slot for slot in self.inputs if isinstance(slot, StateSlot)]
         lacking = [s.param.tensor() for s in slots if state.get(s.param.tensor(), {}).get(s.key) is None]
+        before = {p: dict(state[p]) if p in state else None for p in lacking}
         if lacking:
             make_lazy_state(self.optimizer, lacking)
+        return before
+
+
+def _refill(states: Any, p: Tensor, before: dict[str, Any] | None) -> None:
+    """What the optimizer had of a parameter is what it has again."""
+    if before is None:
+        del states[p]
+    else:
+        states[p].clear()
+        states[p].update(before)

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from planner.ir import Phase
 from profiler.errors import CaptureError
 from profiler.ops import ALIAS_OF, base_name, is_getitem, storage_root, written
+from profiler.tracing.assumptions import Check
 from profiler.tracing.calling import Convention, GradSlot
 from profiler.tracing.provenance import origin_of
 
@@ -100,6 +101,7 @@ def _hoist(graph: fx.Graph) -> None:
     place: dict[fx.Node, int] = {}
     last_read: dict[fx.Node, int] = {}
     last_write: dict[fx.Node, int] = {}
+    last_check = 0  # what stops the step does so before anything is changed
     nodes = list(graph.nodes)
     for position, node in enumerate(nodes):
         reads, writes = _roots(node.all_input_nodes), _roots(written(node))
@@ -109,7 +111,10 @@ def _hoist(graph: fx.Graph) -> None:
             waits = [place[source] for source in node.all_input_nodes]
             waits += [last_write.get(root, 0) for root in reads]
             waits += [last_read.get(root, 0) for root in writes]
+            waits.append(last_check if writes else 0)
             place[node] = max(waits, default=0)
+        if isinstance(node.target, Check):
+            last_check = place[node]
         for root in reads:
             last_read[root] = max(last_read.get(root, 0), place[node])
         for root in writes:
@@ -119,7 +124,7 @@ def _hoist(graph: fx.Graph) -> None:
 
 
 def _movable(node: fx.Node) -> bool:
-    if node.op != "call_function":
+    if node.op != "call_function" or isinstance(node.target, Check):
         return False
     return origin_of(node).phase is Phase.OPTIMIZER if not is_getitem(node) else _movable(node.args[0])  # type: ignore[arg-type]
 

@@ -104,6 +104,18 @@ class StandIns:
         elif live.requires_grad:
             self.absent.add(param)
 
+    def live(self) -> dict[InputSlot, Tensor]:
+        """What the user has in each input, of those that are there already."""
+        live: dict[InputSlot, Tensor] = {slot: slot.tensor() for slot in self.named()}
+        for p, param in self.grouped():
+            state = self.optimizer.state.get(p, {})
+            live |= {StateSlot(param=param, key=key): value for key, value in state.items()}
+        for param in self.params.values():
+            gradient = param.tensor().grad
+            if gradient is not None:
+                live[GradSlot(param=param)] = gradient
+        return live | {BatchSlot(leaf=i): leaf for i, leaf in enumerate(self.batch_leaves)}
+
     def named(self) -> list[ParamSlot | BufferSlot]:
         """The model's parameters and buffers."""
         return [*self.params.values(), *self.buffers.values()]

@@ -7,8 +7,7 @@ its number. What the optimizer computes from it is a `Rate` again, which knows h
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
 from profiler.tracing.calling import RateSlot
+from profiler.tracing.marks import call_marked
 
 Formula = Callable[[Any], Any]
 
@@ -72,48 +72,16 @@ Rate.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class RatesKept(TorchFunctionMode):
-    """Puts the Rates that a torch call was given into the nodes that it makes: on the way there they become numbers.
-
-    For the length of one call a Rate is a number that none of the call's other arguments is.
-    """
+    """Puts the Rates that a torch call was given into the nodes that it makes."""
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()
         self._graph = graph
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, kwargs = pytree.tree_leaves((args, kwargs or {})), kwargs or {}
-        rates = {id(leaf): leaf for leaf in given if isinstance(leaf, Rate)}
-        if not rates:
-            return func(*args, **kwargs)
-        free = _numbers_beside(given)
-        marks = {key: next(free) for key in rates}
-        args, kwargs = pytree.tree_map_only(Rate, lambda rate: marks[id(rate)], (args, kwargs))
-        last = next(reversed(self._graph.nodes))
-        result = func(*args, **kwargs)
-        self._put_back(last, {marks[key]: rate for key, rate in rates.items()})
-        return result
-
-    def _put_back(self, last: fx.Node, rates: dict[float, Rate]) -> None:
-        found: set[int] = set()
-
-        def rate_of(value: Any) -> Any:
-            rate = rates.get(value, value) if type(value) is float else value
-            found.add(id(rate))
-            return rate
-
-        node = last.next
-        while node is not self._graph._root:
-            node.args, node.kwargs = map_aggregate(node.args, rate_of), map_aggregate(node.kwargs, rate_of)
-            node = node.next
-        if not found.issuperset(map(id, rates.values())):
-            raise CaptureError("the optimizer gives its learning rate to an op that hides it")
-
-
-def _numbers_beside(given: list[Any]) -> Iterator[float]:
-    """Numbers that are none of the given ones."""
-    taken = {float(leaf) for leaf in given if isinstance(leaf, (int, float))}
-    return (number for number in (k + 0.5 for k in count()) if number not in taken)
+        given = pytree.tree_leaves((args, kwargs := kwargs or {}))
+        rates = {id(leaf): (float, leaf) for leaf in given if isinstance(leaf, Rate)}
+        return call_marked(self._graph, func, args, kwargs, rates) if rates else func(*args, **kwargs)
 
 
 def make_rates_live(graph: fx.Graph) -> list[RateSlot]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from numbers import Real
@@ -100,6 +101,18 @@ def make_lazy_state(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
             _make_momentum(optimizer, group, wanted)
         elif wanted:
             _run_init_group(optimizer, group, wanted)
+
+
+def first_state(optimizer: Optimizer, groups: Any, state: Any) -> dict[Tensor, dict[str, Any]]:
+    """The state that an optimizer with these groups and this state would have once its lazy part is made.
+
+    Neither the optimizer nor its state change.
+    """
+    copy: Any = object.__new__(type(optimizer))
+    copy.__dict__ = {**vars(optimizer), "param_groups": [dict(group) for group in groups]}
+    copy.state = defaultdict(dict, {p: dict(inner) for p, inner in state.items()})
+    make_lazy_state(copy, [p for group in groups for p in group["params"] if p.requires_grad])
+    return dict(copy.state)
 
 
 def _make_momentum(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
-from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
 
@@ -128,32 +126,6 @@ def _restore_generators(states: tuple[Any, ...]) -> None:
         numpy.random.set_state(("MT19937", words, pos, has_gauss, gauss))
 
 
-class Redirect(TorchFunctionMode):
-    """Torch calls on the user's own tensors act on their stand-ins: lists of parameters made beforehand work."""
-
-    def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
-        super().__init__()
-        self._stand_ins = stand_ins
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self._swap, (args, kwargs or {}))
-        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in ("__get__", "__set__"):
-            pytree.tree_map_only(Tensor, _refuse_strangers, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _swap(self, tensor: Tensor) -> Tensor:
-        return self._stand_ins.get(id(tensor), tensor)
-
-
-def _refuse_strangers(tensor: Tensor) -> None:
-    """A trainable tensor that is no input of the graph would get its gradient from the trace, and never again."""
-    if tensor.requires_grad and not isinstance(tensor, FakeTensor):
-        raise CaptureError(
-            f"the step differentiates a tensor of shape {tuple(tensor.shape)} that is not the model's: make it "
-            "part of the model, or use it under torch.no_grad()"
-        )
-
-
 class WatchedGroup(dict[str, Any]):
     """A parameter group that notes which of its numbers the step itself reads, outside `optimizer.step`."""
 
@@ -254,6 +226,17 @@ def noted_generator_resets(note: Callable[[], None]) -> Iterator[None]:
         return call
 
     with patched((module, name, noting(getattr(module, name))) for module, name in places):
+        yield
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ops without recording them, and yet as in training.
+
+    Not `no_grad`: some kernels (mkldnn's recurrent layer) ask for the mode and then leave out what the backward
+    needs. Nor under autocast: a captured graph has its casts in it. Graphs are run, timed and rewritten under this.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         yield
 
 

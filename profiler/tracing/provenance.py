@@ -90,6 +90,10 @@ class Stamper:
         finally:
             self._phase = None
 
+    def line(self) -> str:
+        """The line of the user's or a library's that is running."""
+        return self._walk(sys._getframe(1))[1]
+
     def _settle(self, phase: Phase) -> None:
         last_round = max(self._round - 1, 0) if phase is Phase.OPTIMIZER else self._round
         for node in self._undecided:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError, explain
 from profiler.ops import is_random, memory_of
+from profiler.tracing.assumptions import beforehand, insert_checks, is_checked_beforehand
 from profiler.tracing.calling import (
     BatchSlot,
     BufferSlot,
@@ -29,6 +31,7 @@ from profiler.tracing.calling import (
     ReturnOut,
     StateSlot,
 )
+from profiler.tracing.eager_path import as_in_eager
 from profiler.tracing.gpu_kernels import GpuKernels
 from profiler.tracing.guards import (
     PLAIN,
@@ -48,9 +51,10 @@ from profiler.tracing.guards import (
 )
 from profiler.tracing.inputs import StandIns
 from profiler.tracing.learning_rates import Rate, RatesKept, make_rates_live
-from profiler.tracing.optimizers import OpaqueStep, refusing_scalers, refusing_schedulers, why_opaque
+from profiler.tracing.live_numbers import LIVE
+from profiler.tracing.optimizers import OpaqueStep, first_state, refusing_scalers, refusing_schedulers, why_opaque
+from profiler.tracing.outside_tensors import OutsideTensors
 from profiler.tracing.patches import (
-    Redirect,
     WatchedGroup,
     autocast_cache,
     foreach_on_stand_ins,
@@ -63,6 +67,9 @@ from profiler.tracing.patches import (
     watched_autograd,
 )
 from profiler.tracing.provenance import GRADIENT_OF, Stamper
+from profiler.tracing.reads import Reads, ReadsInOps
+from profiler.tracing.slices import outside_the_trace
+from profiler.tracing.torch_calls import TorchCalls
 from profiler.workload import TrainStep
 
 
@@ -111,7 +118,7 @@ class _Outcome:
     """What one traced call of the step left behind."""
 
     outputs: tuple[OutputSlot, ...]
-    tensors: list[Tensor]
+    tensors: list[Any]  # of live numbers their proxies
     cleared: tuple[ParamSlot, ...]
     overwritten: tuple[ParamSlot, ...]
     result: Result
@@ -141,6 +148,8 @@ class _Session:
         self.stepped_groups: set[int] = set()
         self.stepping = False  # whether the optimizer is stepped by its own `step`
         self.outside_reads: set[tuple[int, str]] = set()
+        self.live = self.stand_ins.live()  # what the user has in each input
+        self.own_groups_and_state = optimizer.param_groups, optimizer.state
 
     # -- the trace ----------------------------------------------------------------------------------------
 
@@ -174,9 +183,12 @@ class _Session:
         self.held.close()
         kept = self._keep_used_inputs(module, slots)
         kept += self._make_rates_live(module)
+        early = [one for one in self.reads.assumptions if is_checked_beforehand(one)]
+        before = beforehand(module, early)
+        insert_checks(module, [one for one in self.reads.assumptions if one not in early])
         return Trace(
             module=module,
-            convention=self._convention(tuple(kept), outcomes[0]),
+            convention=replace(self._convention(tuple(kept), outcomes[0]), beforehand=before),
             opaque_reason=self.opaque_reason,
         )
 
@@ -185,6 +197,8 @@ class _Session:
         assert proxy_mode is not None
         self.tracer: Any = proxy_mode.tracer
         storages = {s: memory_of(t)._cdata for s, t in self.args.items()}
+        self.outside = OutsideTensors(self.stand_ins.mode, self.tracer, self.stamper.line)
+        self.reads = Reads(self.tracer, self._held, self.stamper.line)
         with ExitStack() as stack:
             stack.enter_context(self.stamper.attached(self.tracer))
             self._hook_in(stack)
@@ -198,14 +212,18 @@ class _Session:
             stack.enter_context(shapeless_kernels())
             if self.kernels is not None:
                 stack.enter_context(self.kernels)
-            live = self.stand_ins.params | self.stand_ins.buffers
-            stack.enter_context(Redirect({key: self.args[slot] for key, slot in live.items()}))
+            stack.enter_context(ReadsInOps(self.reads))
+            named = self.stand_ins.params | self.stand_ins.buffers
+            stand_ins = {key: self.args[slot] for key, slot in named.items()}
+            stack.enter_context(TorchCalls(stand_ins, self.outside, self.reads, self.tracer.graph))
+            stack.enter_context(as_in_eager())
             training = [(module, module.training) for module in self.model.modules()]
             resets, batch = list[int](), self._batch()
             with noted_generator_resets(lambda: resets.append(len(self.tracer.graph.nodes))), learning(self.reach):
                 result = train_step(self.model, self.optimizer, batch)
             self.held.settle()
             self._refuse_draws_after(resets)
+            self.outside.check()
             outcome = self._collect(result, training)
         for slot, tensor in self.args.items():
             if memory_of(tensor)._cdata != storages[slot]:
@@ -221,6 +239,23 @@ class _Session:
             "Activation checkpointing inside the model (torch.utils.checkpoint, gradient_checkpointing_enable()) does "
             "this around dropout: switch it off, the plan does its work; a manual_seed belongs before the step"
         )
+
+    def _held(self, node: fx.Node) -> Any:
+        """What the user has in an input or constant of the growing graph."""
+        if node.op == "get_attr":
+            return getattr(self.tracer.root, str(node.target))
+        slot = list(self.stand_ins.inputs)[self.tracer.graph.find_nodes(op="placeholder").index(node)]
+        if isinstance(slot, GradSlot) and slot in self.stand_ins.lazy:
+            raise _ProbesReadError
+        if isinstance(slot, StateSlot) and slot in self.stand_ins.lazy:
+            return self._lazy_state[self.live[slot.param]][slot.key]
+        return self.live[slot]
+
+    @cached_property
+    def _lazy_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state that the optimizer's first step would make, of real tensors; wanted where the step reads it."""
+        with outside_the_trace():
+            return first_state(self.optimizer, *self.own_groups_and_state)
 
     def _batch(self) -> Any:
         leaves = [self.args.get(BatchSlot(leaf=i), leaf) for i, leaf in enumerate(self.stand_ins.batch_leaves)]
@@ -381,21 +416,23 @@ class _Session:
             training_after=tuple((m, m.training) for m, before in training if m.training != before),
         )
 
-    def _returned(self, leaves: list[Any]) -> dict[OutputSlot, Tensor]:
+    def _returned(self, leaves: list[Any]) -> dict[OutputSlot, Any]:
         for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *PLAIN)):
+            if not isinstance(leaf, (Tensor, *PLAIN, *LIVE)):
                 raise CaptureError(
                     f"the step returns a {type(leaf).__name__}: return tensors and numbers, in tuples or dicts"
                 )
-        return {
-            ReturnOut(leaf=i): leaf
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and get_proxy_slot(leaf, self.tracer, None) is not None
-        }
+        found: dict[OutputSlot, Any] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, LIVE):
+                found[ReturnOut(leaf=i)] = fx.Proxy(leaf.source, self.tracer)
+            elif isinstance(leaf, Tensor) and get_proxy_slot(leaf, self.tracer, None) is not None:
+                found[ReturnOut(leaf=i)] = leaf
+        return found
 
-    def _rebound_buffers(self) -> dict[OutputSlot, Tensor]:
+    def _rebound_buffers(self) -> dict[OutputSlot, Any]:
         """Buffers that the step replaced by new tensors (`self.mean = ...`): outputs, put back at each call."""
-        rebound: dict[OutputSlot, Tensor] = {}
+        rebound: dict[OutputSlot, Any] = {}
         for buffer in self.stand_ins.buffers.values():
             now = buffer.owner._buffers.get(buffer.key)
             if now is not None and now is not self.args[buffer]:

@@ -162,9 +162,16 @@ def test_a_hook_runs_once_for_each_backward_also_where_a_step_of_fake_tensors_is
     assert gradients == [(8, 6)] * 2  # one backward in each of two traces
 
 
-def test_a_hook_that_reads_a_value_is_refused_by_its_line():
+def test_a_hook_that_computes_with_a_value_that_it_reads_gives_the_bits_of_eager():
     def reads(model):
-        model[0].weight.register_hook(lambda gradient: gradient * gradient.norm().item())  # the offending line: hook
+        model[0].weight.register_hook(lambda gradient: gradient * gradient.norm().item())
+
+    assert_captured_equals_eager(small.make(model=hooked(reads)))
+
+
+def test_a_hook_that_prints_a_value_is_refused_by_its_line():
+    def reads(model):
+        model[0].weight.register_hook(lambda gradient: print(gradient.norm().item()))  # the offending line: hook
 
     with pytest.raises(CaptureError, match="the offending line: hook"):
         capture(*small.make(model=hooked(reads))())

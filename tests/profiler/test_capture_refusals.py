@@ -23,14 +23,6 @@ def reads_the_loss(model, optimizer, batch):
     optimizer.step()
 
 
-def branches_on_data(model, optimizer, batch):
-    loss = F.cross_entropy(model(batch[0]), batch[1])
-    if loss > 1:  # the offending line: branch
-        loss = loss * 2
-    loss.backward()
-    optimizer.step()
-
-
 def selects_by_mask(model, optimizer, batch):
     out = model(batch[0])
     chosen = out[batch[1] > 0]  # the offending line: mask
@@ -64,8 +56,7 @@ def raises(model, optimizer, batch):
 
 SCHEDULERS = {}
 LINES = {
-    reads_the_loss: ("item", "return the tensor"),
-    branches_on_data: ("branch", "torch.where"),
+    reads_the_loss: ("item", "return the value"),
     selects_by_mask: ("mask", "fixed shape"),
     uses_a_closure: ("closure", "without a closure"),
     steps_a_scheduler: ("scheduler", "after the step"),
