@@ -220,7 +220,12 @@ class _Planner:
         """Captured, measured, planned and proven; OverBudget before anything is changed."""
         args, kwargs = self.batch
         workload = joint_workload(self.model, args, kwargs, used=self.facts.used)
-        ready = prepare(workload, [self.settings.budget], show_progress=self.settings.show_progress)
+        ready = prepare(
+            workload,
+            [self.settings.budget],
+            audited=self.settings.prove,
+            show_progress=self.settings.show_progress,
+        )
         ready = self._as_called(ready)
         form = self._form(ready, self._solved(ready))
         verification = self._verified(form)

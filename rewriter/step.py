@@ -22,7 +22,7 @@ from rewriter.budgets import over_budget
 from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven
 from rewriter.proof import Verification, VerificationError
 
-DOES_NOT_FIT = "your own step does not fit in memory beside it"
+DOES_NOT_FIT = "your own step does not fit in memory beside it, so that it was neither audited nor compared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +207,7 @@ class CheckpointedStep:
                 optimizer_outside=self._optimizer_outside,
             ),
             in_place=settings.in_place,
+            audited=settings.verify_steps > 0,
             show_progress=settings.show_progress,
         )
         limit, solution = self._solved(ready, least_bytes=like.limit.nbytes if like else 0)

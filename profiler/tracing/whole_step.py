@@ -18,6 +18,7 @@ from planner.ir import Graph
 from profiler.errors import CaptureError
 from profiler.ops import own_generators, storage_root, written
 from profiler.tracing import early_updates as updates
+from profiler.tracing.audit import OpSeen, ops_of
 from profiler.tracing.calling import BatchSlot, Convention
 from profiler.tracing.cleaning import clean
 from profiler.tracing.gpu_kernels import GpuKernels, Substitution, Target, as_on_gpu
@@ -25,7 +26,7 @@ from profiler.tracing.joint import ForwardAndBackward
 from profiler.tracing.session import trace_step
 from profiler.tracing.typed_graph import lift
 from profiler.tracing.without_memory import fake_mode_of, made_without_memory
-from profiler.workload import TrainStep, with_stand_in_optimizer
+from profiler.workload import TrainStep, Workload, with_stand_in_optimizer
 
 log = logging.getLogger("recompute_planner")
 
@@ -48,6 +49,7 @@ class TracedStep:
     convention: Convention
     gradients: Mapping[str, int]
     opaque_reason: str
+    raw_ops: tuple[OpSeen, ...] = ()  # as they came from the tracer
     planning_only: str = ""
     substitutions: tuple[Substitution, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -109,6 +111,7 @@ def capture(
         raise CaptureError("LBFGS evaluates the loss anew inside its step: that is not one graph")
     kernels = None if target is None else GpuKernels(target)
     trace = trace_step(train_step, model, optimizer, batch, optimizer_outside=optimizer_outside, kernels=kernels)
+    raw_ops = ops_of(trace.module.graph)
     clean(trace.module)
     convention = trace.convention
     if free_gradients:
@@ -134,10 +137,18 @@ def capture(
         convention=convention,
         gradients=lifted.gradients,
         opaque_reason=trace.opaque_reason,
+        raw_ops=raw_ops,
         planning_only=_why_planning_only(model, target),
         substitutions=() if kernels is None else kernels.substitutions,
         unknown=() if kernels is None else kernels.unknown,
     )
+
+
+def traced_ops(workload: Workload, *, optimizer_outside: bool) -> tuple[OpSeen, ...]:
+    """The ops of one more trace of the step."""
+    train_step, optimizer = with_stand_in_optimizer(workload.train_step, workload.optimizer)
+    again = trace_step(train_step, workload.model, optimizer, workload.batch, optimizer_outside=optimizer_outside)
+    return ops_of(again.module.graph)
 
 
 def capture_without_memory(
