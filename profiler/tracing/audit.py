@@ -77,19 +77,12 @@ def ops_of(graph: fx.Graph) -> tuple[OpSeen, ...]:
         OpSeen(
             name=str(node.target),
             results=_results(node.meta.get("val")),
-            takes=repr(fx.node.map_arg((node.args, node.kwargs), lambda n: _Place(place[n]))),
+            takes=repr(fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}")),
             line=_line_of(node),
         )
         for node in graph.nodes
         if node.op == "call_function" and _counts(node.target)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands for a node in the arguments of another."""
-
-    position: int
 
 
 def _line_of(node: fx.Node) -> str:
@@ -100,11 +93,11 @@ def _line_of(node: fx.Node) -> str:
 # -- eager --------------------------------------------------------------------------------------------------------
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every op that reaches the dispatcher, with the line of the user's or of a library that it comes from."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[OpSeen] = []
         self.paused = False
 
