@@ -20,6 +20,15 @@ _MACHINERY = (
 )
 
 
+# The way out for code that is no graph but surrounds one.
+MODEL_DOOR = (
+    "checkpoint_model(part, budget=...) plans a model, or a part of one, and leaves everything around it as it is"
+)
+
+
+_LIBRARIES = sysconfig.get_path("purelib")
+
+
 class CaptureError(PlannerError):
     """A step that cannot be captured, or no longer is the one that was: the message says where and what to do."""
 
@@ -48,7 +57,15 @@ def _places(error: BaseException) -> str:
 
 def explain(error: Exception, *, why: str = "") -> str:
     """Where tracing stopped, why (unless the caller knows better), and what to do about it."""
-    return f"{_places(error)}\n  {why or _cause(error)}"
+    return f"{_places(error)}\n  {why or _cause(error)}{_in_a_library(error)}"
+
+
+def _in_a_library(error: Exception) -> str:
+    """What helps where the line that cannot be captured is not the user's to change."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_machinery(f.filename)]
+    if not frames or isinstance(error, CaptureError) or not frames[-1].filename.startswith(_LIBRARIES):
+        return ""
+    return f". That line is a library's: look for a setting that avoids it, or plan around it. {MODEL_DOOR}"
 
 
 def _cause(error: Exception) -> str:
@@ -61,8 +78,9 @@ def _cause(error: Exception) -> str:
         )
     if isinstance(error, DynamicOutputShapeException):
         return (
-            f"{error.args[0] if error.args else 'an op'} makes a tensor whose shape depends on data: use a mask "
-            "of fixed shape instead"
+            f"{error.args[0] if error.args else 'an op'} makes a tensor whose shape depends on data (as indexing by a "
+            "boolean mask, nonzero, packed sequences and CTC do), which one graph of fixed sizes cannot hold: keep "
+            f"that part outside of what is planned. {MODEL_DOOR}"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"tracing failed here with {type(error).__name__}: {first}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
 from planner.units import human_bytes
 from profiler.tracing.assumptions import BrokenAssumption, Turns
+from profiler.tracing.guards import Change
 from profiler.workload import Workload
 from rewriter.budgets import over_budget
 from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven
@@ -265,8 +267,10 @@ class CheckpointedStep:
         found = form.ready.proof(form.planned, form.solution, batch, steps=steps)
         if not found.exact:
             raise VerificationError(
-                f"the planned step differs from yours: {found}. Nothing was changed. Please report it with the model "
-                "and optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
+                f"the planned step differs from yours: {found}. Nothing was changed. Does the step keep state of its "
+                f"own from call to call{_told(form.ready.traced.convention.guards.changes)}? Then pass that in the "
+                "batch, or use checkpoint_model(model, budget=...). If not, please report it with the model and "
+                "optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
             )
         over_bytes = form.ready.graph.start_bytes + found.measured_peak_bytes - form.limit.nbytes
         if over_bytes > 0:
@@ -277,6 +281,10 @@ class CheckpointedStep:
                 stacklevel=5,
             )
         return replace(form, verification=found, solution=proven(form.solution, found))
+
+
+def _told(changes: Sequence[Change]) -> str:
+    return f" (it changed {'; '.join(map(str, changes[:3]))})" if changes else ""
 
 
 class _Given:

@@ -202,7 +202,8 @@ def only_this_optimizer(optimizer: Optimizer, is_expected: Callable[[], bool]) -
         if stepping is not optimizer:
             raise CaptureError(
                 f"the step also steps another optimizer ({type(stepping).__name__}): give all parameters to "
-                "one optimizer, in groups, or make it two steps"
+                "one optimizer, in groups, or make it two steps; or plan forward and backward only, "
+                "checkpoint(forward_backward, model, None, batch, ...), and step all optimizers after it"
             )
 
     handle = register_optimizer_step_pre_hook(refuse)

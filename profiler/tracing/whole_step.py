@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.optim import LBFGS, Optimizer
 from torch.utils import _pytree as pytree
 
@@ -108,10 +109,14 @@ def capture(
     train_step, optimizer = with_stand_in_optimizer(train_step, optimizer)
     _refuse_hidden(train_step, model)
     if isinstance(optimizer, LBFGS):
-        raise CaptureError("LBFGS evaluates the loss anew inside its step: that is not one graph")
+        raise CaptureError(
+            "LBFGS evaluates the loss anew inside its step, which is not one graph: plan forward and backward only, "
+            "step = checkpoint(forward_backward, model, None, batch, ...), and call step(batch) in its closure"
+        )
     kernels = None if target is None else GpuKernels(target)
     trace = trace_step(train_step, model, optimizer, batch, optimizer_outside=optimizer_outside, kernels=kernels)
     raw_ops = ops_of(trace.module.graph)
+    _refuse_communication(trace.module.graph)
     clean(trace.module)
     convention = trace.convention
     if free_gradients:
@@ -197,6 +202,12 @@ def _refuse_hidden(train_step: TrainStep, model: nn.Module) -> None:
             raise CaptureError(f"{what} is compiled, and {_COMPILED}")
     for name, param in model.named_parameters():
         _refuse_kind(f"parameter {name}", type(param))
+
+
+def _refuse_communication(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and "c10d" in node.target.namespace:
+            raise CaptureError(f"the step communicates with other processes ({node.target}), which is not captured yet")
 
 
 def _refuse_kind(what: str, kind: type) -> None:

@@ -57,7 +57,7 @@ def raises(model, optimizer, batch):
 SCHEDULERS = {}
 LINES = {
     reads_the_loss: ("item", "return the value"),
-    selects_by_mask: ("mask", "fixed shape"),
+    selects_by_mask: ("mask", "shape depends on data"),
     uses_a_closure: ("closure", "without a closure"),
     steps_a_scheduler: ("scheduler", "after the step"),
     steps_a_second_optimizer: ("second", "one optimizer"),
