@@ -82,7 +82,7 @@ def remembered_capture(*workload: Any, **options: Any) -> TracedStep:
     """`capture`, but that of a case's own workload is not made again while nothing of it changed: that two captures of
     one step are equal is a test of its own."""
     for case in _cases.values():
-        same = all(a is b for a, b in zip(case.workload, workload, strict=True))
-        if same and not case.captured.convention.check(case.batch):
-            return case.capture(**options)
+        if all(a is b for a, b in zip(case.workload, workload, strict=True)):
+            found = case.capture(**options)
+            return capture(*workload, **options) if found.convention.check(case.batch) else found
     return capture(*workload, **options)

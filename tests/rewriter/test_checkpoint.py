@@ -175,8 +175,9 @@ def test_where_the_floor_is_lower_another_strategy_is_suggested(ordinary):
         planned(ordinary, "90%", strategy="keep_all")
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("strategy", ["mutwo", "sqrtn"])
-def test_a_smaller_budget_takes_less_memory_down_to_the_floor_and_never_more_than_it_says(strategy, captured_once):
+def test_a_smaller_budget_takes_less_memory_down_to_the_floor_and_never_more_than_it_says(strategy):
     workload = case_of(larger).workload
     step, budget, peaks = planned(workload, "100GiB", strategy=strategy), None, []
     for _ in range(20):
@@ -733,41 +734,49 @@ def separate_sgd(model):
     return optim.SGD(list(model.parameters())[::-1], lr=0.01, momentum=0.9, weight_decay=0.01, foreach=False)
 
 
-def above_start(workload, **options):
+def keeping():
+    return make(model=deep, optimizer=separate_sgd)
+
+
+def clearing():
+    return make(clearing_at_the_end, model=deep, optimizer=separate_sgd)
+
+
+def above_start(case, **options):
     """Measured and predicted bytes that the unplanned step adds."""
-    step = planned(workload, "100GiB", **options)
-    return measured_peak(lambda: step(workload[3]), workload), unplanned_bytes(step)
+    step = planned(case.workload, "100GiB", **options)
+    return measured_peak(lambda: step(case.batch), case.workload), unplanned_bytes(step)
 
 
+@pytest.mark.usefixtures("captured_once")
 def test_a_step_that_clears_its_gradients_frees_them_as_early_as_it_can():
-    kept = above_start(make(model=deep, optimizer=separate_sgd))
-    cleared = above_start(make(clearing_at_the_end, model=deep, optimizer=separate_sgd))
+    kept, cleared = above_start(case_of(keeping)), above_start(case_of(clearing))
     assert cleared[0] < kept[0]
     assert cleared[0] == cleared[1]
-    assert_loop_equals_eager(lambda: make(clearing_at_the_end, model=deep, optimizer=separate_sgd), budget="100GiB")
+    assert_loop_equals_eager(lambda: case_of(clearing).workload, budget="100GiB")
 
 
 def without_gradients(seen):
     return [{name: value for name, value in record.items() if not name.startswith("grad ")} for record in seen]
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("early", [False, True])
 def test_gradients_can_be_freed_and_updates_applied_early_by_option(early):
-    def of():
-        return make(model=deep, optimizer=separate_sgd)
-
-    options = {"free_gradients": True, "early_updates": early, "verify": True}
-    assert above_start(of(), **options)[0] < above_start(of())[0]
-    workload = of()
-    step = planned(workload, "100GiB", **options)
+    case = case_of(keeping)
+    options = {"free_gradients": True, "early_updates": early}
+    assert above_start(case, **options)[0] < above_start(case)[0]
+    step = planned(case.workload, "100GiB", verify=True, **options)
     assert step.verification.exact
-    actual = history(step, workload, steps=4)
-    assert all(p.grad is None for p in workload[1].parameters())
-    assert_same(without_gradients(eager(of(), steps=4)), without_gradients(actual))
+    with case.kept():
+        actual = history(step, case.workload, steps=3)
+        assert all(p.grad is None for p in case.model.parameters())
+    assert_same(without_gradients(case.expected), without_gradients(actual))
 
 
+@pytest.mark.usefixtures("captured_once")
 def test_early_updates_take_less_than_freed_gradients_alone():
-    freed = above_start(make(model=deep), free_gradients=True)
-    early = above_start(make(model=deep), free_gradients=True, early_updates=True)
+    freed = above_start(case_of(keeping), free_gradients=True)
+    early = above_start(case_of(keeping), free_gradients=True, early_updates=True)
     assert early[0] < freed[0]
     assert early[0] == early[1]

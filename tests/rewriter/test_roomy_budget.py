@@ -37,10 +37,11 @@ def fudge_measured(monkeypatch, extra_bytes):
     monkeypatch.setattr(rewriter.pipeline, "_measured_unplanned_bytes", fudged)
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize(
     ("name", "budget"), [("resnet", "100%"), ("resnet", "150%"), ("vit", "100%"), ("gpt2", "100%")]
 )
-def test_a_share_of_all_or_more_runs_unplanned(name, budget, captured_once):
+def test_a_share_of_all_or_more_runs_unplanned(name, budget):
     step = planned(case_of(tiny.ZOO[name]).workload, budget, strategy=Stubborn(), verify=2)
     solution = step.solution
     assert solution.status is Status.FITS
@@ -54,8 +55,9 @@ def with_adam():
     return make(optimizer=adam)
 
 
+@pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("workload_of", [tiny.plain, with_adam], ids=["sgd", "adam"])
-def test_a_budget_in_bytes_of_just_the_peak_runs_unplanned_if_the_measured_one_is_within(workload_of, captured_once):
+def test_a_budget_in_bytes_of_just_the_peak_runs_unplanned_if_the_measured_one_is_within(workload_of):
     workload = case_of(workload_of).workload
     simulated, measured, _ = peaks(workload)
     step = planned(workload, max(simulated, measured), strategy=Stubborn(), verify=2)
