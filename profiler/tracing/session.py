@@ -215,8 +215,7 @@ class _Session:
             stack.enter_context(ReadsInOps(self.reads))
             named = self.stand_ins.params | self.stand_ins.buffers
             stand_ins = {key: self.args[slot] for key, slot in named.items()}
-            self.calls = TorchCalls(stand_ins, self.outside, self.reads, self.tracer.graph)
-            stack.enter_context(self.calls)
+            stack.enter_context(TorchCalls(stand_ins, self.outside, self.reads, self.tracer.graph))
             stack.enter_context(as_in_eager())
             training = [(module, module.training) for module in self.model.modules()]
             resets, batch = list[int](), self._batch()
@@ -304,8 +303,7 @@ class _Session:
     def _around_backward(self, accumulates: bool) -> Iterator[None]:
         if accumulates:
             self._remove_probes()
-        # `loss.backward()` is itself a call that the mode looks at, and inside of one it is off: hooks need it.
-        with self.stamper.backward(), self.calls:
+        with self.stamper.backward():
             yield
         if accumulates:
             self._note_gradients()
