@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.commands.options import add_verbosity, check_writable
+from bench.commands.options import OneLineParser, add_verbosity, check_writable
 from bench.show.log_lines import telling
 from planner.errors import PlannerError
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     command = importlib.import_module(f"bench.commands.{name}")
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m bench" if name == "compare" else f"python -m bench {name}",
         description=command.HELP,
         epilog=_commands_help() if name == "compare" else None,

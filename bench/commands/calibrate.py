@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_rows_out, add_workload, budgets, names_a_workload, strategy_specs, workload
+from bench.commands.options import (
+    add_rows_out,
+    add_workload,
+    budgets,
+    names_a_workload,
+    seconds,
+    strategy_specs,
+    workload,
+)
 
 HELP = (
     "Describe this CPU by a short benchmark, estimate the op times of a step from that, and compare them with measured "
@@ -16,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument("--strategy", default="mutwo,ilp", help="as for `python -m bench`")
     parser.add_argument("--budget", default="70%,50%", help="as for `python -m bench`")
-    parser.add_argument("--time-limit", type=float, default=3.0, help="seconds a strategy may take (default 3)")
+    parser.add_argument("--time-limit", type=seconds, default=3.0, help="seconds a strategy may take (default 3)")
     add_rows_out(parser)
 
 

@@ -17,6 +17,7 @@ from bench.commands.options import (
     given_graphs,
     positive,
     refuse_together,
+    seconds,
     split_commas,
     strategy_specs,
     workload,
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs", type=positive, default=5, help="rounds of eager and planned steps in turn (default 5)"
     )
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a strategy may take (default 5)")
+    parser.add_argument("--time-limit", type=seconds, default=5.0, help="seconds a strategy may take (default 5)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for figures (default out/)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench.commands.options import add_workload, check_folder, check_writable, workload
+from bench.commands.options import add_workload, check_folder, check_writable, seconds, workload
 
 HELP = (
     "Whether a step fits a GPU that need not be here, with and without a plan; the largest batches that do, and the "
@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", default="A100-40", help="a known device (A100-40, RTX3090, T4, ...) or a file, my_card.toml"
     )
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for each plan (default 5)")
+    parser.add_argument("--time-limit", type=seconds, default=5.0, help="seconds for each plan (default 5)")
     parser.add_argument(
         "--real", action="store_true", help="make real tensors: for a model that cannot be made without memory"
     )

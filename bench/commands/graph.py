@@ -15,6 +15,7 @@ from bench.commands.options import (
     check_folder,
     one,
     refuse_together,
+    seconds,
     strategy_specs,
     workload,
 )
@@ -30,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_liberties(parser)
     parser.add_argument("--strategy", default="auto", help="as for `python -m bench` (default auto)")
     parser.add_argument("--budget", default="60%", help="as for `python -m bench` (default 60%%)")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds the strategy may take (default 5)")
+    parser.add_argument("--time-limit", type=seconds, default=5.0, help="seconds the strategy may take (default 5)")
     parser.add_argument("--graph", type=Path, help="a saved graph (graph.json of `profile`) instead of a model")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the files (default out/)")
 

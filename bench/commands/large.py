@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_rows_out, add_workload, names_a_workload, workload
+from bench.commands.options import add_rows_out, add_workload, names_a_workload, seconds, workload
 
 HELP = (
     "Capture and plan models far too large for this machine, without memory for their tensors. "
@@ -14,7 +14,7 @@ HELP = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    parser.add_argument("--time-limit", type=float, default=45.0, help="seconds for each plan (default 45)")
+    parser.add_argument("--time-limit", type=seconds, default=45.0, help="seconds for each plan (default 45)")
     add_rows_out(parser)
 
 

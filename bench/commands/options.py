@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from planner.errors import PlannerError
 from planner.extras import needs_extra
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 # What to train, and what its planned form may do: none of them has a default, so that a given one can be told.
 WORKLOAD = ("--model", "--import", "--batch", "--image", "--seq", "--optimizer", "--dtype", "--device")
 LIBERTIES = ("--free-gradients", "--early-updates")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Tells what is wrong with the options as an error like any other, not beside a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PlannerError(f"{message}; `{self.prog} --help` tells the options")
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +43,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="your own: make(batch_size) -> (train_step, model, optimizer, batch)",
     )
     group.add_argument("--batch", type=positive, help="batch size (each model has its own default)")
-    group.add_argument("--image", type=positive, help="pixels a side, for image models")
-    group.add_argument("--seq", type=positive, help="tokens, for language models")
+    group.add_argument("--image", type=size, help="pixels a side, for image models")
+    group.add_argument("--seq", type=size, help="tokens, for language models")
     group.add_argument("--optimizer", help="sgd, adamw, adam (fused, inside the graph), adamw-default, adam-default")
     group.add_argument("--dtype", help="float32 (default), or bfloat16 for autocast")
     group.add_argument("--device", help="cpu (default), cuda or cuda:N")
@@ -133,10 +141,31 @@ def batches(text: str) -> list[int]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    """A whole number of at least 1, and no more than anything here can be."""
+    return _whole(text, most=2**40)
+
+
+def size(text: str) -> int:
+    """Pixels a side, or tokens."""
+    return _whole(text, most=2**16)
+
+
+def _whole(text: str, *, most: int) -> int:
+    digits = text.strip().removeprefix("+")
+    number = int(digits) if digits.isdecimal() and len(digits) < 20 else 0
+    if not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text[:20]}: must be a whole number of at least 1 and at most {most}")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A time limit: a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:20]}: must be a number of seconds above 0")
     return number
 
 

@@ -14,6 +14,7 @@ from bench.commands.options import (
     check_writable,
     given_graphs,
     refuse_together,
+    seconds,
     strategy_specs,
     workload,
 )
@@ -44,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--graph", type=Path, help="a saved graph (graph.json of `profile`) instead of a model")
     parser.add_argument("--synthetic", help="made-up graphs instead: tower, unet, transformer, layered-300, ...")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for each budget (default 5)")
+    parser.add_argument("--time-limit", type=seconds, default=5.0, help="seconds for each budget (default 5)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default out/)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_rows_out, add_workload, budgets, names_a_workload, strategy_specs, workload
+from bench.commands.options import (
+    add_rows_out,
+    add_workload,
+    budgets,
+    names_a_workload,
+    seconds,
+    strategy_specs,
+    workload,
+)
 
 HELP = (
     "Compare strategies on captured graphs of full size, with the times of a fixed A100-like roofline. "
@@ -18,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument("--strategy", default=STRATEGIES, help=f"as for `python -m bench` (default {STRATEGIES})")
     parser.add_argument("--budget", default=BUDGETS, help="as for `python -m bench`")
-    parser.add_argument("--time-limit", type=float, default=12.0, help="seconds a strategy may take (default 12)")
+    parser.add_argument("--time-limit", type=seconds, default=12.0, help="seconds a strategy may take (default 12)")
     add_rows_out(parser)
 
 

@@ -1,9 +1,6 @@
 """The command line: bad input is told in one line, and planning on graphs needs no torch."""
 
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,6 @@ from bench.__main__ import COMMANDS, main
 from bench.commands.compare import _peers
 from bench.workloads.peers import PEERS
 from bench.workloads.spec import WorkloadSpec
-from planner.synthetic import residual_tower
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,10 +86,70 @@ def test_options_of_which_one_would_be_ignored_are_told_by_name(arguments, both,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_of_zero_is_refused_by_the_parser(capsys):
-    with pytest.raises(SystemExit):
-        main(["--batch", "0"])
-    assert "must be at least 1" in capsys.readouterr().err
+PLUG_IN = """
+class Raises:
+    name = "raises"
+
+    def plan(self, problem):
+        raise RuntimeError("boom")
+
+
+class Nothing:
+    name = "nothing"
+
+    def plan(self, problem):
+        return None
+
+
+class Unmade:
+    name = "unmade"
+
+    def __init__(self):
+        raise ValueError("no such card")
+
+    def plan(self, problem):
+        return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *((["--time-limit", text], f"--time-limit: {text}: must be a number of seconds above 0")
+          for text in ("nan", "inf", "-1", "0", "soon")),
+        (["--pairs", "0"], "--pairs: 0: must be a whole number of at least 1"),
+        (["--pairs", "1.5"], "--pairs: 1.5: must be a whole number"),
+        (["--batches", "4,x"], "--batches: x: must be a whole number"),
+        (["--batch", "9" * 5000], "--batch: 99999999999999999999: must be a whole number"),
+        (["--budget", "9" * 5000], "no memory has"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--strategy", "nonsense"], "unknown strategy 'nonsense'"),
+        (["--strategy", "plug_in.py:Raises"], "plug_in.py:Raises: plan() raised RuntimeError: boom"),
+        (["--strategy", "plug_in.py:Nothing"], "plug_in.py:Nothing: plan() returned None"),
+        (["--strategy", "plug_in.py:Unmade"], "no such card"),
+        (["--strategy", "plug_in.py:Missing"], "plug_in.py has no 'Missing'"),
+        (["--strategy", "none.py:X"], "there is no file none.py"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_number_or_a_strategy_that_cannot_be_used_is_one_line(arguments, said, capsys, monkeypatch, tmp_path):
+    (tmp_path / "plug_in.py").write_text(PLUG_IN, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--synthetic", "chain"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench: ")
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+    assert len(error) < 500
+
+
+TIMED = ["calibrate", "fit", "graph", "large", "pareto", "plans"]
+
+
+@pytest.mark.parametrize("command", TIMED)
+def test_every_command_with_a_time_limit_refuses_one_that_is_none(command, capsys):
+    assert main([command, "--time-limit", "nan"]) == 2
+    assert "--time-limit: nan: must be a number of seconds above 0" in capsys.readouterr().err
 
 
 def test_rows_are_written_as_json(tmp_path):
@@ -116,20 +172,8 @@ def test_a_budget_above_the_peak_of_a_graph_says_that_there_is_nothing_to_do(tmp
     assert all(row["dropped"] == 0 and row["reason"].startswith("nothing to do") for row in rows)
 
 
-def test_a_saved_graph_is_compared_in_a_process_where_importing_torch_fails(tmp_path):
-    residual_tower(5).save(tmp_path / "graph.json")
-    script = textwrap.dedent(
-        f"""
-        import sys
-        for name in ("torch", "torchvision", "transformers"):
-            sys.modules[name] = None
-        from bench.__main__ import main
-        sys.exit(main(["--graph", {str(tmp_path / "graph.json")!r}, "--strategy", "keep_all,sqrtn,cheap,mutwo"]))
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tower-5: strategies compared" in done.stdout
+def test_a_saved_graph_is_compared_where_importing_torch_fails(without_torch):
+    assert "tower-5: strategies compared" in without_torch.said
 
 
 def test_every_command_teaches(capsys):

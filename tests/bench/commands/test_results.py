@@ -1,28 +1,20 @@
 """The results folder: pages and figures made again from rows and graphs."""
 
-import json
+import shutil
 
 import pytest
 
-from bench.__main__ import main
 from bench.commands.results import RESULTS, make_tables, page_of
 from bench.experiments.experiment import Experiment, line_by_line
+from bench.experiments.pareto.run import PARETO, trade_off
 from bench.experiments.registry import EXPERIMENTS, load
 from bench.experiments.results_file import save_rows
 from planner.errors import FileFormatError
-from planner.synthetic import residual_tower
+from planner.synthetic import chain, residual_tower
 
 COMMITTED = sorted(RESULTS.glob("*.json"))
 OF_A_STEP = ["peak_breakdown.png", "memory.png", "largest_activations.png", "time_by_kind.png"]
 OF_A_PLAN = ["memory_mutwo_50pct.png", "plan_mutwo_50pct.png", "plan_mutwo_50pct.txt"]
-
-
-@pytest.fixture(scope="module")
-def tower(tmp_path_factory):
-    """A small saved graph."""
-    file = tmp_path_factory.mktemp("graph") / "graph.json"
-    residual_tower(5).save(file)
-    return str(file)
 
 
 @pytest.mark.parametrize("source", COMMITTED, ids=lambda path: path.stem)
@@ -43,29 +35,25 @@ def test_a_saved_step_has_its_figures_drawn_again_and_those_of_a_plan_if_there_i
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written if path.suffix == ".png")
 
 
-def test_a_curve_saved_by_pareto_becomes_a_page_and_its_figure_whatever_it_is_called(tower, tmp_path):
-    rows = tmp_path / "my_curve.json"
-    options = ["--strategy", "keep_all,mutwo,ilp", "--budget", "100%,70%", "--out", str(tmp_path / "out")]
-    assert main(["pareto", "--graph", tower, *options, "--json", str(rows)]) == 0
-    assert {"kind", "command", "versions", "machine", "commit"} <= set(json.loads(rows.read_text()))
+def test_a_curve_saved_by_pareto_becomes_a_page_and_its_figure_whatever_it_is_called(without_torch, tmp_path):
+    shutil.copy(without_torch.folder / "my_curve.json", tmp_path)
     page, figure = make_tables(tmp_path)
     assert (page.name, figure.name) == ("my_curve.md", "my_curve.png")
     text = page.read_text(encoding="utf-8")
-    assert "| budget | peak at most | keep_all | mutwo | ilp | least by ilp | gap | found by |" in text
+    assert "| budget | peak at most | keep_all | sqrtn | cheap | mutwo | ilp | least by ilp | gap | found by |" in text
     assert "no plan at all runs in less than" in text
     assert "(my_curve.png)" in text
-    assert figure.read_bytes() == (tmp_path / "out" / "pareto_tower_5.png").read_bytes()
+    assert figure.read_bytes() == (without_torch.folder / "pareto_tower_5.png").read_bytes()
 
 
-def test_the_least_memory_for_an_overhead_becomes_a_page(tower, tmp_path):
-    assert main(["pareto", "--graph", tower, "--budget-for", "5%", "--json", str(tmp_path / "least.json")]) == 0
-    (page,) = make_tables(tmp_path)
-    assert "| tower-5 | 5.0% |" in page.read_text(encoding="utf-8")
+def test_the_least_memory_for_an_overhead_becomes_a_page(without_torch):
+    page = page_of(*load(without_torch.folder / "least.json"))
+    assert "| tower-5 | 5.0% |" in page
 
 
 def test_rows_of_several_graphs_are_no_curve_and_refused_with_the_way_on(tmp_path):
-    options = ["--strategy", "keep_all", "--budget", "100%", "--out", str(tmp_path / "out")]
-    assert main(["pareto", "--synthetic", "chain,tower", *options, "--json", str(tmp_path / "two.json")]) == 0
+    curves = [trade_off(graph, ["keep_all"], ["100%"], time_limit_s=1) for graph in (chain(2), residual_tower(2))]
+    save_rows(tmp_path / "two.json", PARETO, [row for curve in curves for row in curve.rows])
     with pytest.raises(FileFormatError, match="save each graph to a file of its own"):
         make_tables(tmp_path)
 

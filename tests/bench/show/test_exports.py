@@ -1,9 +1,6 @@
 """The step before and after rewriting: the same runs in text, DOT and on the page, without torch."""
 
 import re
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -198,21 +195,8 @@ def test_the_page_is_well_formed_escaped_and_asks_for_nothing_from_outside():
 # -- the command --------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_graph_is_shown_in_a_process_where_importing_torch_fails(tmp_path):
-    residual_tower(5).save(tmp_path / "graph.json")
-    script = textwrap.dedent(
-        f"""
-        import sys
-        for name in ("torch", "torchvision", "transformers"):
-            sys.modules[name] = None
-        from bench.__main__ import main
-        sys.exit(main(["graph", "--graph", {str(tmp_path / "graph.json")!r}, "--strategy", "mutwo",
-                       "--budget", "60%", "--out", {str(tmp_path / "out")!r}]))
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    names = {path.name for path in (tmp_path / "out").iterdir()}
+def test_a_saved_graph_is_shown_where_importing_torch_fails(without_torch):
+    names = {path.name for path in (without_torch.folder / "shown").iterdir()}
     assert names == {
         "before.txt",
         "after.txt",
@@ -223,9 +207,9 @@ def test_a_saved_graph_is_shown_in_a_process_where_importing_torch_fails(tmp_pat
         "plan.png",
         "plan.txt",
     }
-    assert "recompute" in (tmp_path / "out" / "after.txt").read_text()
-    assert "recompute" not in (tmp_path / "out" / "before.txt").read_text()
-    assert (tmp_path / "out" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "recompute" in (without_torch.folder / "shown" / "after.txt").read_text()
+    assert "recompute" not in (without_torch.folder / "shown" / "before.txt").read_text()
+    assert (without_torch.folder / "shown" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_is_shown_before_and_after(tmp_path):
