@@ -42,6 +42,7 @@ from profiler.tracing.guards import (
     Held,
     ModuleGuard,
     Modules,
+    Noted,
     OptimizerGuard,
     Reach,
     Switches,
@@ -101,13 +102,19 @@ def trace_step(
 ) -> Trace:
     """Trace the step; a second time where the first shows that its assumptions do not hold."""
     reason = "it was asked to stay outside the graph" if optimizer_outside else why_opaque(optimizer)
-    probing = True
-    for _ in range(3):
-        session = _Session(model, optimizer, batch, opaque_reason=reason, probing=probing, kernels=kernels)
+    probing = noting = True
+    for _ in range(4):
+        session = _Session(
+            model, optimizer, batch, opaque_reason=reason, probing=probing, noting=noting, kernels=kernels
+        )
         try:
             return session.trace(train_step)
         except _ProbesReadError:
             probing = False
+        except CaptureError:
+            if not session.batch_is_another:
+                raise
+            noting = False  # perhaps only because its batch is one that notes what is read of it
         except _UntraceableOptimizerError as error:
             reason = f"{type(optimizer).__name__} failed to trace: {error}"
     raise CaptureError("the step traces differently each time: it keeps state that capture cannot see")
@@ -136,6 +143,7 @@ class _Session:
         *,
         opaque_reason: str,
         probing: bool,
+        noting: bool,
         kernels: GpuKernels | None,
     ) -> None:
         self.model = model
@@ -146,6 +154,8 @@ class _Session:
         self.stand_ins = StandIns(model, optimizer, batch, probing=probing)
         self.args: dict[InputSlot, Tensor] = {}  # the stand-ins as the tracer hands them to the step
         self.stepped_groups: set[int] = set()
+        self.noting = noting
+        self.noted: Noted | None = None
         self.stepping = False  # whether the optimizer is stepped by its own `step`
         self.outside_reads: set[tuple[int, str]] = set()
         self.live = self.stand_ins.live()  # what the user has in each input
@@ -219,6 +229,8 @@ class _Session:
             stack.enter_context(as_in_eager())
             training = [(module, module.training) for module in self.model.modules()]
             resets, batch = list[int](), self._batch()
+            self.noted = Noted(batch) if self.noting else None
+            batch = batch if self.noted is None else self.noted.batch
             with noted_generator_resets(lambda: resets.append(len(self.tracer.graph.nodes))), learning(self.reach):
                 result = train_step(self.model, self.optimizer, batch)
             self.held.settle()
@@ -256,6 +268,11 @@ class _Session:
         """The state that the optimizer's first step would make, of real tensors; wanted where the step reads it."""
         with outside_the_trace():
             return first_state(self.optimizer, *self.own_groups_and_state)
+
+    @property
+    def batch_is_another(self) -> bool:
+        """Whether the step got a batch that notes what is read of it."""
+        return self.noted is not None and self.noted.is_another
 
     def _batch(self) -> Any:
         leaves = [self.args.get(BatchSlot(leaf=i), leaf) for i, leaf in enumerate(self.stand_ins.batch_leaves)]
@@ -497,7 +514,10 @@ class _Session:
         named = [(slot, slot.tensor()) for slot in self.stand_ins.named()]
         beside = self.held.tensors(without=[tensor for _, tensor in named])
         return Guards(
-            batch=BatchGuard.of(pytree.tree_unflatten(self.stand_ins.batch_leaves, self.stand_ins.batch_tree)),
+            batch=BatchGuard.of(
+                pytree.tree_unflatten(self.stand_ins.batch_leaves, self.stand_ins.batch_tree),
+                unread=frozenset() if self.noted is None else self.noted.unread,
+            ),
             surroundings=(
                 *Autocast.now(tensor.device.type for tensor in self.stand_ins.inputs.values()),
                 Switches.now(),

@@ -9,6 +9,7 @@ from profiler.tracing.guards.exact import PLAIN, exactly_equal, is_plain
 from profiler.tracing.guards.executed import learning
 from profiler.tracing.guards.held import Change, Held
 from profiler.tracing.guards.modules import ModuleGuard, Modules
+from profiler.tracing.guards.noted_batches import Noted
 from profiler.tracing.guards.optimizers import OptimizerGuard, own_step
 from profiler.tracing.guards.reach import Reach
 from profiler.tracing.guards.tensors import Fixed, Slot, TensorGuard, TensorSpec, hooks_of
@@ -25,6 +26,7 @@ __all__ = [
     "Held",
     "ModuleGuard",
     "Modules",
+    "Noted",
     "OptimizerGuard",
     "Reach",
     "Slot",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class BatchGuard:
     leaves: tuple[TensorLeaf | PlainLeaf | None, ...]
 
     @staticmethod
-    def of(batch: Any, *, unread: Sequence[int] = ()) -> BatchGuard:
+    def of(batch: Any, *, unread: Collection[int] = ()) -> BatchGuard:
         """The guard that `batch` meets."""
         leaves, tree = pytree.tree_flatten(batch)
         paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
@@ -51,6 +51,15 @@ class BatchGuard:
             else:
                 found.append(None if i in unread else PlainLeaf(value=leaf, path=paths[i]))
         return BatchGuard(tree=tree, leaves=tuple(found))
+
+    def changed_entries(self, batch: Any) -> list[str]:
+        """The plain values that the step reads and that differ, by their places; none where the tree differs."""
+        leaves, tree = pytree.tree_flatten(batch)
+        if tree != self.tree:
+            return []
+        pairs = zip(self.leaves, leaves, strict=True)
+        plain = [(then, leaf) for then, leaf in pairs if isinstance(then, PlainLeaf)]
+        return [f"batch{then.path}" for then, leaf in plain if not exactly_equal(then.value, leaf)]
 
     def mismatches(self, batch: Any) -> Iterator[str]:
         """What differs, one sentence each."""
