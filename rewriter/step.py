@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from profiler.workload import Workload
 from rewriter.budgets import over_budget
 from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven
 from rewriter.proof import Verification, VerificationError
+
+_OFTEN = 3  # so many new values of one entry of the batch, and the warning names it
 
 DOES_NOT_FIT = "your own step does not fit in memory beside it, so that it was neither audited nor compared"
 
@@ -71,6 +74,7 @@ class CheckpointedStep:
         self._workload = workload._replace(batch=None)  # a batch is not kept alive
         self._settings = settings
         self._forms: list[Form] = []  # the most recently used first
+        self._new_entries: Counter[str] = Counter()  # how often a plain value of the batch was another
         self._new_numbers = 0  # how often a form was left because a number of the optimizer's had changed
         self._calls = 0
         self._turns = Turns()
@@ -163,6 +167,7 @@ class CheckpointedStep:
                 return form
             wrong = wrong or mismatches
         self._count_new_numbers()
+        self._count_new_entries(batch)
         broken = self._broken(batch)
         self._turns.note(broken, batch)
         self._say_why(wrong)
@@ -180,8 +185,23 @@ class CheckpointedStep:
         if convention is not None and convention.guards.changed_numbers(convention.optimizer):
             self._new_numbers += 1
 
+    def _count_new_entries(self, batch: Any) -> None:
+        guard = self._forms[0].ready.traced.convention.guards.batch if self._forms else None
+        self._new_entries.update(() if guard is None else guard.changed_entries(batch))
+
+    def _often_new(self) -> str:
+        """The plain values of the batch for whose sake alone the step is captured again and again."""
+        often = [entry for entry, times in self._new_entries.items() if times >= _OFTEN]
+        if not often:
+            return ""
+        return (
+            f"; {' and '.join(often)} had another value {_OFTEN} times or more, and the step reads it: each new one is "
+            "captured and planned anew, so pass it as a tensor, or leave it out of the batch if it does not matter"
+        )
+
     def _say_why(self, wrong: list[str]) -> None:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
+        more += self._often_new()
         outside = "; from now on the optimizer runs as itself, outside the plan" if self._optimizer_outside else ""
         warnings.warn(
             f"this step is captured and planned anew, because {'; '.join(wrong[:2])}{more}{outside}",

@@ -199,3 +199,37 @@ def test_a_step_planned_outside_autocast_and_called_inside_is_said_and_honoured(
     assert torch.equal(expected, actual)
     for p, q in zip(own[1].parameters(), workload[1].parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+# -- plain values of the batch -----------------------------------------------------------------------------------------
+
+
+def by_name(model, optimizer, batch):
+    loss = plain(model, optimizer, (batch["images"], batch["labels"]))
+    return loss * batch["weight"] if "weight" in batch else loss
+
+
+def named_batches(**plain_values):
+    """As many batches as there are values of each name."""
+    images, labels = tiny.images(8)
+    rows = [dict(zip(plain_values, row, strict=True)) for row in zip(*plain_values.values(), strict=True)]
+    return [{"images": images, "labels": labels, **row} for row in rows]
+
+
+def test_paths_and_indices_that_the_step_never_reads_are_no_reason_to_plan_again():
+    step, model, optimizer, _ = make(by_name)
+    batches = named_batches(path=["a", "b", "c"], index=[1, 2, 3])
+    planned_step = planned((step, model, optimizer, batches[0]))
+    for batch in batches:
+        planned_step(batch)
+
+
+def test_a_value_that_the_step_reads_is_planned_anew_and_named_after_the_third_time():
+    step, model, optimizer, _ = make(by_name)
+    batches = named_batches(weight=[1.0, 2.0, 3.0, 4.0], path=["a", "b", "c", "d"])
+    planned_step = planned((step, model, optimizer, batches[0]))
+    with pytest.warns(UserWarning, match=r"batch leaf 2 \(batch\['weight'\]\) was \d\.0 and is \d\.0") as said:
+        list(map(planned_step, batches))
+    assert len(said) == 3
+    named = [r"batch['weight'] had another value 3 times or more" in str(one.message) for one in said]
+    assert named == [False, False, True]
