@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import fsum
 from pathlib import Path
-from typing import SupportsIndex
 
 from planner import files
 from planner.analysis import cannot_drop, idle_after, liveness, rerun_reads, temporaries
@@ -230,9 +229,14 @@ def check_plan(graph: Graph, plan: Plan) -> None:
 def _check_types(eviction: object) -> None:
     if not isinstance(eviction, Eviction):
         raise PlanError(f"{eviction!r:.60} is no Eviction")
-    restore = () if eviction.restore_before is None else (eviction.restore_before,)
-    if not all(isinstance(place, SupportsIndex) for place in (eviction.storage, eviction.free_after, *restore)):
+    if not (_is_id(eviction.storage) and _is_id(eviction.free_after)) or not (
+        eviction.restore_before is None or _is_id(eviction.restore_before)
+    ):
         raise PlanError(f"{eviction!r:.120}: storages and ops are named by their ids, whole numbers")
+
+
+def _is_id(place: object) -> bool:
+    return type(place) is int or hasattr(place, "__index__")  # numpy's numbers as well
 
 
 def _check_eviction(graph: Graph, eviction: Eviction, last: dict[int, int]) -> None:
