@@ -42,7 +42,7 @@ class Sameness:
         return self._same(then, now, frozenset())
 
     def _same(self, then: Any, now: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
-        if then is now or exactly_equal(then, now):
+        if then is now or exactly_equal(then, now) or _hooked_since(then, now):
             return True
         pair = (id(then), id(now))
         if type(then) is not type(now) or isinstance(then, (Tensor, nn.Module, type)) or pair in open_pairs:
@@ -60,6 +60,11 @@ class Sameness:
         if watch.sized and list(found) != list(watch.kept):
             return False
         return all(self._same(then, found.get(key, UNSET), pairs) for key, then in watch.kept.items())
+
+
+def _hooked_since(then: Any, now: Any) -> bool:
+    """torch wraps the step of an optimizer's class when the first of its objects is made: nothing that a user did."""
+    return getattr(now, "hooked", False) is True and getattr(now, "__wrapped__", None) is then
 
 
 class Watch:
