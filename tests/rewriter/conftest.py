@@ -6,14 +6,15 @@ import pytest
 
 import rewriter.pipeline
 from tests.rewriter import tiny
-from tests.shared import case_of, remembered_capture
+from tests.shared import case_of, remembered_capture, remembered_ops
 from tests.side_by_side import Workload
 
 
 @pytest.fixture
 def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning the workload of a shared case again does not capture it again."""
+    """Planning the workload of a shared case again does not trace it again."""
     monkeypatch.setattr(rewriter.pipeline, "capture", remembered_capture)
+    monkeypatch.setattr(rewriter.pipeline, "traced_ops", remembered_ops)
 
 
 @pytest.fixture
