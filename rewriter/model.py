@@ -317,7 +317,9 @@ class _Planner:
         eager, planned = (observe(partial(self._trial, call), touched, self.batch, steps=1) for call in calls)
         found = compare(eager, planned, predicted_peak_bytes=form.solution.timeline.above_start_bytes)
         if not found.exact:
-            raise VerificationError(f"the planned model differs from yours: {found}. Nothing was changed")
+            raise VerificationError(
+                f"the planned model differs from yours: {found}. Nothing was changed. {form.ready.other_path}"
+            )
         return found
 
     def _trial(self, call: Callable[[Any], Any], batch: Any) -> list[Tensor | None]:

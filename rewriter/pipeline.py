@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,13 +19,15 @@ from planner.units import parse_budget
 from profiler.measuring.op_times import Measured
 from profiler.measuring.restoring import Touched
 from profiler.tracing.assumptions import BrokenAssumption, taken_to_hold
-from profiler.tracing.audit import check_against_eager, check_second_trace, eager_ops
+from profiler.tracing.audit import check_second_trace, difference_from_eager, eager_ops
 from profiler.tracing.whole_step import TracedStep, capture, traced_ops
 from profiler.workload import Workload
 from rewriter.budgets import AUTO, auto_budget, margin_bytes
 from rewriter.proof import Observation, Verification, compare, observe
 from rewriter.replay import apply
 from rewriter.tight_memory import measure_within
+
+log = logging.getLogger("recompute_planner")
 
 Tell = Callable[[str], None]
 
@@ -55,6 +58,7 @@ class ReadyStep:
     measured: Measured
     as_it_is: bool
     liberties: Liberties = NO_LIBERTIES
+    other_path: str = ""  # where eager runs other ops than the capture, said in a sentence
 
     @property
     def traced(self) -> TracedStep:
@@ -139,7 +143,7 @@ def prepare(
     """Capture and measure a workload, also one that does not fit in memory unplanned; nothing of it is changed.
 
     `budgets` are those that plans will be asked for: under the largest of them it is measured where it has to be.
-    `audited` holds the capture against a second one and against an eager step: CaptureError where they differ.
+    `audited` holds the capture against a second one (CaptureError where they differ) and against an eager step.
     """
     tell("capturing the step")
     traced = capture(
@@ -151,26 +155,35 @@ def prepare(
     )
     tell("measuring every op")
     limit = max(budget_bytes(traced.graph, budget, workload.device, in_place=in_place) for budget in budgets)
+    other_path = ""
     found = measure_within(traced, workload.batch, limit_bytes=limit, show_progress=show_progress)
     if audited:
         tell("comparing the capture with eager")
-        _audit(workload, traced, liberties, fits=found.as_it_is)
-    return ReadyStep(workload=workload, measured=found.measured, as_it_is=found.as_it_is, liberties=liberties)
+        other_path = _audit(workload, traced, liberties, fits=found.as_it_is)
+        if other_path:
+            log.warning("%s", other_path)
+    return ReadyStep(
+        workload=workload,
+        measured=found.measured,
+        as_it_is=found.as_it_is,
+        liberties=liberties,
+        other_path=other_path,
+    )
 
 
-def _audit(workload: Workload, traced: TracedStep, liberties: Liberties, *, fits: bool) -> None:
-    """CaptureError where the captured step is not what the step does a second time, or when it runs.
+def _audit(workload: Workload, traced: TracedStep, liberties: Liberties, *, fits: bool) -> str:
+    """CaptureError where the step does something else a second time; a sentence where eager runs other ops.
 
     Where an eager step does not fit in memory, only the former is asked. Everything is put back.
     """
     again = traced_ops(workload, optimizer_outside=liberties.optimizer_outside)
     check_second_trace(traced.raw_ops, again, traced.convention.guards.changes)
     if not fits:
-        return
+        return ""
     with Touched.by(traced, workload.batch).kept():
         traced.convention.make_state()  # as after a first step: making it is no part of the step
         eager = eager_ops(workload.run_once, with_optimizer=not traced.opaque_reason)
-    check_against_eager(traced.raw_ops, eager)
+    return difference_from_eager(traced.raw_ops, eager)
 
 
 def budget_bytes(

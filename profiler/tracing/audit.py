@@ -27,6 +27,7 @@ from profiler.tracing.provenance import META
 _BOOKKEEPING = frozenset(
     {
         aten.detach.default, aten.detach_.default, aten.alias.default, aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
         aten._local_scalar_dense.default, aten.is_nonzero.default, aten.clone.default, aten.copy_.default,
         aten.new_empty_strided.default, aten.empty_like.default, aten.empty_strided.default,
         aten.empty.memory_format, aten.zeros_like.default, aten.new_zeros.default,
@@ -49,7 +50,8 @@ class OpSeen:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What a run and a trace of the same op have in common."""
-        return self.name, self.results
+        # Only the first result: what fake tensors say of further ones (a batch norm's statistics) is not always so.
+        return self.name, self.results[:1]
 
     @property
     def whole(self) -> tuple[Any, ...]:
@@ -142,13 +144,13 @@ def _paused_in_steps(recorder: _Recorder, *, unless: bool) -> Iterator[None]:
 # -- comparing ----------------------------------------------------------------------------------------------------
 
 
-def check_against_eager(captured: Sequence[OpSeen], eager: Sequence[OpSeen]) -> None:
-    """CaptureError that names the first op in which the captured step is not the eager one."""
+def difference_from_eager(captured: Sequence[OpSeen], eager: Sequence[OpSeen]) -> str:
+    """A sentence on the first op in which the captured step is not the eager one; "" where there is none."""
     where = first_difference([op.kind for op in captured], [op.kind for op in eager])
     if where is None:
-        return
+        return ""
     ours, theirs = (_told(seen, where) for seen in (captured, eager))
-    raise CaptureError(
+    return (
         f"the captured step is not what your step does when it runs: op {where + 1} is {ours} in the capture, and "
         f"{theirs} when the step runs. Code that asks whether it is traced, compiled or given fake tensors takes "
         "another path there: look for a setting of that library that decides it, or plan a part of the model that does "

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
@@ -71,6 +72,7 @@ from profiler.tracing.provenance import GRADIENT_OF, Stamper
 from profiler.tracing.reads import Reads, ReadsInOps
 from profiler.tracing.slices import outside_the_trace
 from profiler.tracing.torch_calls import TorchCalls
+from profiler.tracing.without_memory import fake_mode_of
 from profiler.workload import TrainStep
 
 
@@ -102,22 +104,31 @@ def trace_step(
 ) -> Trace:
     """Trace the step; a second time where the first shows that its assumptions do not hold."""
     reason = "it was asked to stay outside the graph" if optimizer_outside else why_opaque(optimizer)
-    probing = noting = True
-    for _ in range(4):
+    probing = noting = on_eagers_path = True
+    for _ in range(5):
         session = _Session(
             model, optimizer, batch, opaque_reason=reason, probing=probing, noting=noting, kernels=kernels
         )
+        session.on_eagers_path = on_eagers_path
         try:
             return session.trace(train_step)
         except _ProbesReadError:
             probing = False
-        except CaptureError:
+        except CaptureError as error:
+            if on_eagers_path and _reads_nothing(error, model):
+                on_eagers_path = False  # a library that asks for a value has another way where it is traced
+                continue
             if not session.batch_is_another:
                 raise
             noting = False  # perhaps only because its batch is one that notes what is read of it
         except _UntraceableOptimizerError as error:
             reason = f"{type(optimizer).__name__} failed to trace: {error}"
     raise CaptureError("the step traces differently each time: it keeps state that capture cannot see")
+
+
+def _reads_nothing(error: CaptureError, model: nn.Module) -> bool:
+    """Whether a step failed since it reads the value of a tensor that has no memory."""
+    return isinstance(error.__cause__, DataDependentOutputException) and fake_mode_of(model) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +166,7 @@ class _Session:
         self.args: dict[InputSlot, Tensor] = {}  # the stand-ins as the tracer hands them to the step
         self.stepped_groups: set[int] = set()
         self.noting = noting
+        self.on_eagers_path = True
         self.noted: Noted | None = None
         self.stepping = False  # whether the optimizer is stepped by its own `step`
         self.outside_reads: set[tuple[int, str]] = set()
@@ -226,7 +238,8 @@ class _Session:
             named = self.stand_ins.params | self.stand_ins.buffers
             stand_ins = {key: self.args[slot] for key, slot in named.items()}
             stack.enter_context(TorchCalls(stand_ins, self.outside, self.reads, self.tracer.graph))
-            stack.enter_context(as_in_eager())
+            if self.on_eagers_path:
+                stack.enter_context(as_in_eager())
             training = [(module, module.training) for module in self.model.modules()]
             resets, batch = list[int](), self._batch()
             self.noted = Noted(batch) if self.noting else None

