@@ -11,13 +11,10 @@ from rewriter import OverBudget, VerificationError, checkpoint
 def verify_model(spec: WorkloadSpec, strategy_spec: str, budget: str, *, steps: int) -> bool:
     """Prove one plan on one model; True if it is exact."""
     strategies.make(strategy_spec)
-    step, model, optimizer, batch = spec.make()
+    workload = spec.make()
     try:
         planned = checkpoint(
-            step,
-            model,
-            optimizer,
-            batch,
+            *workload,
             budget=budget,
             strategy=strategy_spec,
             verify=steps,

@@ -30,6 +30,20 @@ def make(batch_size: int):
     return classify, model, optimizer, (torch.randn(batch_size, TOKENS, WIDTH), torch.randint(0, 4, (batch_size,)))
 
 
+class BasicBlock(nn.Sequential):
+    """A block that peers know by its name, with statistics that must not be updated twice."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS), nn.ReLU())
+
+
+def make_blocks(batch_size: int):
+    """The same of blocks."""
+    step, _, _, batch = make(batch_size)
+    model = nn.Sequential(BasicBlock(), BasicBlock(), Pooled(), nn.Linear(WIDTH, 4))
+    return step, model, torch.optim.SGD(model.parameters(), lr=0.05), batch
+
+
 def make_never_clearing(batch_size: int):
     """The same with a step that leaves its gradients behind and never clears them."""
     return _never_clearing, *make(batch_size)[1:]

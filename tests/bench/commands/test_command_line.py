@@ -205,12 +205,12 @@ def test_sizes_without_a_model_are_refused_by_commands_that_have_a_list_of_their
 
 
 def test_a_step_that_cannot_be_captured_is_one_line_not_a_traceback(capsys, tmp_path, monkeypatch):
-    (tmp_path / "reads_values.py").write_text(
+    (tmp_path / "shape_of_data.py").write_text(
         "import torch\n"
         "def step(model, optimizer, batch):\n"
-        "    loss = model(batch).sum()\n"
-        "    if loss.item() > 0:\n"
-        "        loss.backward()\n"
+        "    optimizer.zero_grad()\n"
+        "    loss = model(batch)[batch > 0].sum()\n"
+        "    loss.backward()\n"
         "    optimizer.step()\n"
         "    return loss\n"
         "def make(batch_size):\n"
@@ -220,5 +220,5 @@ def test_a_step_that_cannot_be_captured_is_one_line_not_a_traceback(capsys, tmp_
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["profile", "--import", "reads_values:make"]) == 2
-    assert "reads_values.py:4" in capsys.readouterr().err
+    assert main(["profile", "--import", "shape_of_data:make"]) == 2
+    assert "shape_of_data.py:4" in capsys.readouterr().err

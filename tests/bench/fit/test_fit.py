@@ -94,6 +94,13 @@ def one_capture_of_each_size(monkeypatch):
     monkeypatch.setattr(question, "capture_without_memory", captured)
 
 
+@pytest.fixture
+def few_plans(monkeypatch):
+    """For what is said of the step as it is, one plan is enough; `tight` has them all."""
+    monkeypatch.setattr(question, "BUDGETS", ("70%",))
+    monkeypatch.setattr(question, "REFINEMENTS", 0)
+
+
 def card(memory_bytes, **rates):
     """A device without allowances."""
     given = {"flops_per_s": 1e12, "bytes_per_s": 1e11, "launch_us": 1.0, "block_bytes": 512, **rates}
@@ -146,7 +153,7 @@ def test_times_and_workspaces_far_from_both_captures_are_those_of_a_capture_ther
     assert max(blocks) <= device.block_bytes
 
 
-def test_a_step_that_wants_other_sizes_than_the_check_is_not_refused():
+def test_a_step_that_wants_other_sizes_than_the_check_is_not_refused(few_plans):
     def picky(batch_size):
         if batch_size % 12 == 0:
             raise ValueError("batches of a dozen are not sold")
@@ -158,7 +165,7 @@ def test_a_step_that_wants_other_sizes_than_the_check_is_not_refused():
     assert "not sold" in str(report.scaled)
 
 
-def test_a_step_that_is_not_affine_says_so():
+def test_a_step_that_is_not_affine_says_so(few_plans):
     report = fit(pairs, card(2**30), batch=4, time_limit_s=QUICK_S)
     assert "NOT exact: at batch 12" in str(report.scaled)
 
@@ -171,7 +178,7 @@ def test_the_largest_batch_is_found(most):
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_fits_is_told_so_without_a_plan(unplanned_peak):
+def test_a_batch_that_fits_is_told_so_without_a_plan(few_plans, unplanned_peak):
     report = fit(make, card(unplanned_peak), batch=64, name="tower", time_limit_s=QUICK_S)
     assert report.fits
     assert report.planned is None
@@ -189,7 +196,7 @@ def test_a_batch_that_needs_a_plan_is_told_its_cost(tight):
     assert f"{tight.planned.overhead:.1%} more time" in tight.verdict
 
 
-def test_a_batch_that_no_plan_can_help_is_told_why():
+def test_a_batch_that_no_plan_can_help_is_told_why(few_plans):
     report = fit(make, card(100_000), batch=64, name="tower", time_limit_s=QUICK_S)
     assert (report.fits, report.planned, report.gap) == (False, None, None)
     assert report.verdict.startswith("No: tower at batch 64")
@@ -241,7 +248,7 @@ def test_what_was_replaced_and_what_is_unknown_is_listed(tight):
     assert tight.unknown == (f"{DEPTH}x batch norm: cuDNN's reserve space is not counted",)
 
 
-def test_real_tensors_give_the_same_report(tight):
+def test_real_tensors_give_the_same_report(few_plans, tight):
     real = fit(make, card(tight.usable_bytes), batch=64, name="tower", time_limit_s=QUICK_S, without_memory=False)
     assert (real.unplanned, real.by_role, real.largest[0]) == (tight.unplanned, tight.by_role, tight.largest[0])
 
@@ -254,7 +261,7 @@ def test_it_is_printed_with_the_verdict_first_and_goes_to_json(tight, capsys):
     assert json.loads(json.dumps(tight.data()))["verdict"] == tight.verdict
 
 
-def test_the_cpu_at_hand_keeps_its_own_kernels():
+def test_the_cpu_at_hand_keeps_its_own_kernels(few_plans):
     at_hand = card(2**30, new_bytes_per_s=1e9)
     assert at_hand.target is None
     report = fit(make, at_hand, batch=8, time_limit_s=QUICK_S)
@@ -274,7 +281,7 @@ def test_a_step_that_cannot_be_captured_names_the_batch():
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def test_ones_own_step_by_import(tmp_path, monkeypatch, capsys):
+def test_ones_own_step_by_import(few_plans, tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text("from tests.bench.fit.test_fit import make\n")
     monkeypatch.chdir(tmp_path)
     arguments = ["fit", "--import", "mine:make", "--gpu", "t4", "--batch", "64", "--time-limit", str(QUICK_S)]
