@@ -46,6 +46,7 @@ class OpSeen:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     takes: str
     line: str
+    is_view: bool  # computes nothing
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -81,6 +82,7 @@ def ops_of(graph: fx.Graph) -> tuple[OpSeen, ...]:
             results=_results(node.meta.get("val")),
             takes=repr(fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}")),
             line=_line_of(node),
+            is_view=node.target.is_view,
         )
         for node in graph.nodes
         if node.op == "call_function" and _counts(node.target)
@@ -107,7 +109,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         if not self.paused and _counts(func):
             line = _line(sys._getframe(1))
-            self.seen.append(OpSeen(name=str(func), results=_results(made), takes="", line=line))
+            self.seen.append(OpSeen(name=str(func), results=_results(made), takes="", line=line, is_view=func.is_view))
         return made
 
 
@@ -145,7 +147,12 @@ def _paused_in_steps(recorder: _Recorder, *, unless: bool) -> Iterator[None]:
 
 
 def difference_from_eager(captured: Sequence[OpSeen], eager: Sequence[OpSeen]) -> str:
-    """A sentence on the first op in which the captured step is not the eager one; "" where there is none."""
+    """A sentence on the first op in which the captured step is not the eager one; "" where there is none.
+
+    Views are left out: after an in-place op on one (`ReLU(inplace=True)` behind a linear layer on tokens), autograd
+    makes it anew, which a trace sees and a run does not.
+    """
+    captured, eager = ([op for op in seen if not op.is_view] for seen in (captured, eager))
     where = first_difference([op.kind for op in captured], [op.kind for op in eager])
     if where is None:
         return ""
