@@ -287,7 +287,8 @@ class CheckpointedStep:
         found = form.ready.proof(form.planned, form.solution, batch, steps=steps)
         if not found.exact:
             raise VerificationError(
-                f"the planned step differs from yours: {found}. Nothing was changed. {form.ready.other_path} Does the step keep state of its "
+                f"the planned step differs from yours: {found}. Nothing was changed. {form.ready.other_path} "
+                "Does the step keep state of its "
                 f"own from call to call{_told(form.ready.traced.convention.guards.changes)}? Then pass that in the "
                 "batch, or use checkpoint_model(model, budget=...). If not, please report it with the model and "
                 "optimizer; until then checkpoint(..., in_place=False) or another strategy may help"

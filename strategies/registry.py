@@ -40,7 +40,7 @@ def names() -> tuple[str, ...]:
 def make(spec: str) -> Strategy:
     """The strategy that `spec` describes; StrategyError says what is wrong with it and what there is."""
     if not isinstance(spec, str):
-        raise StrategyError(f"{spec!r:.300} names no strategy: give text such as 'mutwo' or 'sqrtn:segments=12'")
+        raise StrategyError(f"{spec!r:.160} names no strategy: give text such as 'mutwo' or 'sqrtn:segments=12'")
     target, options = _split(spec)
     return _construct(spec, _find(target), options)
 
@@ -166,14 +166,14 @@ def _construct(spec: str, cls: type[Strategy], options: str) -> Strategy:
     try:
         return cls(**values)
     except Exception as error:  # whatever the class itself finds wrong with them
-        raise StrategyError(f"{spec!r:.300}: {error}") from error
+        raise StrategyError(f"{spec!r:.160}: {error}") from error
 
 
 def _hints(spec: str, cls: type[Strategy]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls)
     except Exception as error:  # an annotation that names what its module does not have
-        raise StrategyError(f"{spec!r:.300}: the types of its options cannot be read: {error}") from error
+        raise StrategyError(f"{spec!r:.160}: the types of its options cannot be read: {error}") from error
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -197,4 +197,4 @@ def _convert(spec: str, name: str, hint: Any, text: str) -> Any:
     except ValueError:
         pass  # told below, with what was expected
     expected = [m.value for m in hint] if isinstance(hint, type) and issubclass(hint, Enum) else hint.__name__
-    raise StrategyError(f"{spec!r:.300}: option {name}={text!r:.60} is not {expected}")
+    raise StrategyError(f"{spec!r:.160}: option {name}={text!r:.60} is not {expected}")
