@@ -20,7 +20,7 @@ lint: $(READY)
 # Re-made only when what is to be installed changed.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench,cbc]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench,cbc,zoo]'
 	touch $@
 
 clean:

@@ -16,6 +16,7 @@ from planner.errors import PlannerError
 COMMANDS = {
     "profile": "what a training step is made of: time, memory, roles",
     "verify": "prove on a step that the planned one does the same arithmetic",
+    "accept": "what is promised, put to the test on this machine: a verdict for every promise",
     "accuracy": "predicted memory and time against two independent meters",
     "calibrate": "estimated op times, and plans made from them, against measured ones",
     "exactness": "models x optimizers x strategies, each compared with eager bit by bit",
@@ -24,8 +25,13 @@ COMMANDS = {
     "large": "models too large for this machine: captured, planned, predicted",
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
     "pareto": "the whole trade-off of a step: overhead against peak, with the proven bound; as a figure",
+    "arena": "what each idea of memory planning is worth, and what PyTorch's allocator would hold",
     "results": "make the tables and figures of bench/results again from the rows beside them",
     "graph": "the step before and after rewriting: text, DOT, a page, the plan as a figure",
+    "export": "a plan for PyTorch's memory viewer, for Perfetto, and as a selective-checkpoint policy",
+    "distributed": "replicas and shards on processes of this machine: eager, and planned",
+    "zoo": "both doors on every architecture of torchvision, timm and transformers, compared bit by bit",
+    "goals": "how soon plans are proven, in processor time, against goals",
     "micro": "how fast planning is, and how it grows",
 }
 EXAMPLES = """\

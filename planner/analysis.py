@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -95,13 +96,8 @@ def idle_after(graph: Graph, storage: int) -> int:
 
 def cannot_drop(graph: Graph, storage: int) -> str | None:
     """Why a storage can never be evicted, or None if it can."""
-    made = graph.maker[storage]
-    if made is None and storage not in graph.held_storages:
-        return "it is a generator state, saved only where a rerun needs it"
-    if made is None:
-        return "it is live before the step"
-    if storage in graph.held_storages:
-        return "it outlives the step"
+    if why := _not_of_this_step(graph, storage):
+        return why
     if graph.writers[storage]:
         return f"op {graph.ops[graph.writers[storage][0]].name!r} writes to it after it was made"
     for v in graph.values_in[storage]:  # a view that cannot be derived again ties its storage down as well
@@ -109,6 +105,42 @@ def cannot_drop(graph: Graph, storage: int) -> str | None:
         if op.rerun is Rerun.NEVER:
             return f"op {op.name!r} may never be rerun: {op.never_reason}"
     return None
+
+
+def cannot_move(graph: Graph, storage: int) -> str | None:
+    """Why a storage can never be moved to the host and back, or None if it can."""
+    if why := _not_of_this_step(graph, storage):
+        return why
+    return None if graph.storages[storage].nbytes else "it has no bytes"
+
+
+def _not_of_this_step(graph: Graph, storage: int) -> str | None:
+    """Why a storage does not live and die within the step, or None if it does."""
+    made = graph.maker[storage]
+    if made is None and storage not in graph.held_storages:
+        return "it is a generator state, saved only where a rerun needs it"
+    if made is None:
+        return "it is live before the step"
+    return "it outlives the step" if storage in graph.held_storages else None
+
+
+def movable(graph: Graph) -> tuple[int, ...]:
+    """Activations that a plan may move to the host: made in the forward, idle until the backward, written by nobody
+    meanwhile. More than `candidates`: what may never be recomputed can still be moved.
+    """
+    return graph.derived(_movable)
+
+
+def _movable(graph: Graph) -> tuple[int, ...]:
+    return tuple(s.id for s in graph.storages if cannot_move(graph, s.id) is None and _idles_unwritten(graph, s.id))
+
+
+def _idles_unwritten(graph: Graph, storage: int) -> bool:
+    live = liveness(graph)[storage]
+    after, until = live.idle_after, live.idle_until
+    if after is None or until is None or until - after < 2:
+        return False
+    return not any(after < writer < until for writer in graph.writers[storage])
 
 
 def droppable(graph: Graph) -> frozenset[int]:
@@ -197,60 +229,69 @@ class Floor:
         )
 
 
-def floor(graph: Graph, *, in_place: bool = True) -> Floor:
-    """A lower bound on the peak of every schedule, however often it recomputes."""
-    least, start = least_bytes(graph, in_place=in_place), _start_by_role(graph)
+def floor(graph: Graph, *, in_place: bool = True, moving: bool = False) -> Floor:
+    """A lower bound on the peak of every schedule, however often it recomputes; or, `moving`, moves to the host."""
+    least, start = least_bytes(graph, in_place=in_place, moving=moving), _start_by_role(graph)
     if not len(least):
         return Floor(nbytes=graph.start_bytes, op="-", start_by_role=start, fixed_bytes=0, op_bytes=0, op_tensors=())
     worst = int(least.argmax())
-    own = _own_bytes(graph, worst, in_place=in_place)
+    own = _own_bytes(graph, worst, in_place=in_place, moving=moving)
     return Floor(
         nbytes=int(least[worst]),
         op=graph.ops[worst].name,
         start_by_role=start,
         fixed_bytes=int(least[worst]) - graph.start_bytes - own,
         op_bytes=own,
-        op_tensors=_op_tensors(graph, worst),
+        op_tensors=_op_tensors(graph, worst, moving=moving),
     )
 
 
-def least_bytes(graph: Graph, *, in_place: bool = True) -> npt.NDArray[np.int64]:
-    """Per op: bytes live while it runs under every schedule: what cannot be dropped, and what the op itself needs."""
-    return graph.derived(_least_bytes_in_place if in_place else _least_bytes_out_of_place)
+def evictable(graph: Graph, *, moving: bool) -> frozenset[int]:
+    """What a schedule may do without for a while: what it can make again or, `moving`, bring back from the host."""
+    return graph.derived(_evictable) if moving else droppable(graph)
 
 
-def _least_bytes_in_place(graph: Graph) -> npt.NDArray[np.int64]:
-    return _least_bytes(graph, in_place=True)
+def _evictable(graph: Graph) -> frozenset[int]:
+    return droppable(graph) | {s.id for s in graph.storages if cannot_move(graph, s.id) is None}
 
 
-def _least_bytes_out_of_place(graph: Graph) -> npt.NDArray[np.int64]:
-    return _least_bytes(graph, in_place=False)
+def least_bytes(graph: Graph, *, in_place: bool = True, moving: bool = False) -> npt.NDArray[np.int64]:
+    """Per op: bytes live while it runs under every schedule: what cannot be evicted, and what the op itself needs."""
+    return graph.derived(_LEAST_BYTES[in_place, moving])
 
 
-def _least_bytes(graph: Graph, *, in_place: bool) -> npt.NDArray[np.int64]:
+def _least_bytes(graph: Graph, *, in_place: bool, moving: bool) -> npt.NDArray[np.int64]:
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     for storage in graph.storages:
         made = graph.maker[storage.id]
-        if made is None or storage.id in droppable(graph):
+        if made is None or storage.id in evictable(graph, moving=moving):
             continue
         readers = graph.readers[storage.id]
         held = storage.id in graph.held_storages
         last = len(graph.ops) - 1 if held else (readers[-1] if readers else made)
         change[made] += storage.nbytes
         change[last + 1] -= storage.nbytes
-    own = np.array([_own_bytes(graph, op.id, in_place=in_place) for op in graph.ops], dtype=np.int64)
-    return graph.start_bytes + np.cumsum(change[:-1]) + own
+    own = [_own_bytes(graph, op.id, in_place=in_place, moving=moving) for op in graph.ops]
+    return graph.start_bytes + np.cumsum(change[:-1]) + np.array(own, dtype=np.int64)
 
 
-def _own_bytes(graph: Graph, op: int, *, in_place: bool) -> int:
-    """What an op reads and makes of the droppable, and works in; less what an in-place form could save."""
-    touched = {*graph.reads[op], *graph.makes[op]} & droppable(graph)
+# One object for each, so that a graph remembers its answer.
+_LEAST_BYTES = {
+    (in_place, moving): partial(_least_bytes, in_place=in_place, moving=moving)
+    for in_place in (True, False)
+    for moving in (True, False)
+}
+
+
+def _own_bytes(graph: Graph, op: int, *, in_place: bool, moving: bool) -> int:
+    """What an op reads and makes of the evictable, and works in; less what an in-place form could save."""
+    touched = {*graph.reads[op], *graph.makes[op]} & evictable(graph, moving=moving)
     saved = _overwrite_bytes(graph, op) if in_place else 0
     return sum(graph.storages[s].nbytes for s in touched) + graph.ops[op].workspace_bytes - saved
 
 
-def _op_tensors(graph: Graph, op: int, *, most: int = 4) -> tuple[tuple[str, int], ...]:
-    touched = {*graph.reads[op], *graph.makes[op]} & droppable(graph)
+def _op_tensors(graph: Graph, op: int, *, moving: bool, most: int = 4) -> tuple[tuple[str, int], ...]:
+    touched = {*graph.reads[op], *graph.makes[op]} & evictable(graph, moving=moving)
     sized = [(graph.storage_names[s], graph.storages[s].nbytes) for s in sorted(touched)]
     sized.sort(key=lambda pair: -pair[1])
     workspace = graph.ops[op].workspace_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.host_link import HostLink
 from planner.ir import Graph
 from planner.solve import DEFAULT_TIME_LIMIT_S, Problem, Solution, Status, Strategy, solve_if_needed
 from planner.units import human_bytes
@@ -27,11 +28,12 @@ def compare(
     *,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     in_place: bool = True,
+    host_link: HostLink | None = None,
 ) -> list[Row]:
     """Every labelled strategy at every budget, on one graph, judged alike; at a budget above the peak none is asked."""
     rows = []
     for budget in budgets:
-        problem = Problem.of(graph, budget, time_limit_s=time_limit_s, in_place=in_place)
+        problem = Problem.of(graph, budget, time_limit_s=time_limit_s, in_place=in_place, host_link=host_link)
         for label, strategy in strategies:
             solution = solve_if_needed(problem, strategy, label=label)
             rows.append(Row(graph=graph.name, strategy=label, budget=str(budget), solution=solution))

@@ -31,3 +31,7 @@ class MissingPackage(PlannerError):  # noqa: N818 - an answer, not a fault
 
 class BudgetError(PlannerError):
     """A budget, or a limit of time, that cannot be read or that no schedule can mean."""
+
+
+class LinkError(PlannerError):
+    """A host link that cannot be: its speeds, or no such link where a plan moves tensors to the host."""

@@ -9,10 +9,10 @@ from typing import assert_never
 
 from planner.analysis import candidates, cannot_drop, liveness, temporaries
 from planner.ir import Graph, Phase, Role
-from planner.plan import Plan, recompute_us
+from planner.plan import Eviction, Plan, Restore, recompute_us
 from planner.schedule import Schedule
 from planner.units import human_bytes
-from planner.walk import Freed, Ran, walk
+from planner.walk import Freed, Launched, Ran, Waited, walk
 
 
 class Choice(Enum):
@@ -20,6 +20,7 @@ class Choice(Enum):
 
     KEEP = "kept"
     RECOMPUTE = "dropped"
+    OFFLOAD = "moved to the host"
     NOT_A_CHOICE = "not a choice"
 
 
@@ -27,8 +28,8 @@ class Choice(Enum):
 class Decision:
     """One storage: what was decided, and the numbers behind it.
 
-    `recompute_us` is what bringing it back costs from what the plan keeps. `live` are the spans of ops (from
-    the one that makes it to the last that uses it) in which it is resident.
+    `recompute_us` is what making it again costs from what the plan keeps; None where it cannot be. `live` are the spans
+    of ops (from the one that makes it to the last that uses it) in which it is resident.
     """
 
     storage: int
@@ -49,7 +50,8 @@ def explain(graph: Graph, plan: Plan, schedule: Schedule) -> tuple[Decision, ...
 class _Explainer:
     def __init__(self, graph: Graph, plan: Plan, schedule: Schedule) -> None:
         self.graph = graph
-        self.evicted = {e.storage for e in plan.evictions}
+        self.evicted = {e.storage for e in plan.evictions if e.how is Restore.RECOMPUTE}
+        self.moved = {e.storage: e for e in reversed(plan.offloads)}
         self.candidates = set(candidates(graph))
         self.temporaries = set(temporaries(graph))
         self.spans = residency(graph, schedule)
@@ -60,7 +62,7 @@ class _Explainer:
 
     def _decision(self, storage: int) -> Decision:
         record, choice = self.graph.storages[storage], self._choice(storage)
-        cost = recompute_us(self.graph, storage, self.evicted) if choice is not Choice.NOT_A_CHOICE else None
+        cost = recompute_us(self.graph, storage, self.evicted) if storage in self.candidates else None
         ops = self.graph.ops
         return Decision(
             storage=storage,
@@ -74,6 +76,8 @@ class _Explainer:
         )
 
     def _choice(self, storage: int) -> Choice:
+        if storage in self.moved:
+            return Choice.OFFLOAD
         if storage in self.evicted and storage in self.candidates:
             return Choice.RECOMPUTE
         return Choice.KEEP if storage in self.candidates else Choice.NOT_A_CHOICE
@@ -85,16 +89,32 @@ class _Explainer:
             if storage in self.temporaries:
                 return "the backward never reads it"
             return cannot_drop(graph, storage) or self._why_no_candidate(storage)
+        if choice is Choice.OFFLOAD:
+            return f"{choice.value}: {size} {self._journey(self.moved[storage])}{_instead(cost)}"
         assert live.idle_after is not None
         assert live.idle_until is not None
         idle = f"idle from {graph.ops[live.idle_after].name} to {graph.ops[live.idle_until].name}"
         return f"{choice.value}: {size} {idle}, {cost:.0f} µs to recompute"
+
+    def _journey(self, move: Eviction) -> str:
+        assert move.gone_before is not None
+        assert move.back_before is not None
+        assert move.restore_before is not None
+        ops = self.graph.ops
+        return (
+            f"copied out after {ops[move.free_after].name}, gone before {ops[move.gone_before].name}, on its way back "
+            f"before {ops[move.back_before].name}, back before {ops[move.restore_before].name}"
+        )
 
     def _why_no_candidate(self, storage: int) -> str:
         made = self.graph.maker[storage]
         if made is not None and self.graph.ops[made].phase is not Phase.FORWARD:
             return f"made by the {self.graph.ops[made].phase.value} itself, used soon after"
         return "what it is computed from changes before it could be recomputed"
+
+
+def _instead(recompute_us: float | None) -> str:
+    return ", cannot be recomputed" if recompute_us is None else f", {recompute_us:.0f} µs to recompute"
 
 
 def residency(graph: Graph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
@@ -106,7 +126,7 @@ def residency(graph: Graph, schedule: Schedule) -> dict[int, list[tuple[int, int
         match event:
             case Ran():
                 current = event.step.op
-            case Freed():
+            case Freed() | Launched() | Waited():
                 pass
             case _:
                 assert_never(event)

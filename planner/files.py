@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import reprlib
 import secrets
 import stat
@@ -109,17 +110,17 @@ def save(path: str | Path, *, kind: str, schema: int, record: Any) -> None:
     write_whole(path, json.dumps(document, separators=(",", ":")) + "\n")
 
 
-def write_whole(path: str | Path, text: str) -> None:
+def write_whole(path: str | Path, text: str | bytes) -> None:
     """Put `text` into a file at once, through links, keeping its mode; FileFormatError where that cannot be."""
     try:
         target = Path(path).resolve()
         mode = _mode_of(target)
         scratch = target.with_name(f".{secrets.token_hex(8)}.tmp")
         try:
-            with scratch.open("x", encoding="utf-8", newline="") as file:
+            with scratch.open("xb") as file:
                 if mode is not None:
                     scratch.chmod(mode)
-                file.write(text)
+                file.write(text.encode() if isinstance(text, str) else text)
             scratch.replace(target)
         finally:
             scratch.unlink(missing_ok=True)
@@ -159,20 +160,29 @@ def load(path: str | Path, *, kind: str, schema: int, cls: type[T]) -> T:
 
 
 def _text(path: Path) -> str:
-    """What a regular file says; a large one that does not begin as ours do is not read to its end."""
+    """What a file or a pipe says; a long one that does not begin as ours do is not read to its end."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise FileFormatError(f"{path}: {_no_file(found.st_mode)}")
-        with path.open("rb") as file:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+            raise FileFormatError(f"{path}: {_no_file(mode)}")
+        with open(path, "rb", opener=_without_waiting) as file:
             head = file.read(HEAD_BYTES)
-            if found.st_size > HEAD_BYTES and FORMAT.encode() not in head:
+            if stat.S_ISFIFO(mode) and not head:
+                raise FileFormatError(f"{path}: it is a pipe that nobody writes to")
+            if len(head) == HEAD_BYTES and FORMAT.encode() not in head:
                 raise FileFormatError(f"{path}: not a file of this project")
             return (head + file.read()).decode("utf-8")
     except FileNotFoundError:
         raise FileFormatError(f"{path}: there is no such file") from None
     except (OSError, RuntimeError) as error:
         raise FileFormatError(f"{path}: cannot be read: {_why(error)}") from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a pipe though nobody may ever write to it; what somebody writes is waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _record(document: Any, path: str | Path, *, kind: str, schema: int, cls: type) -> Any:

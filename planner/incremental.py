@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.analysis import candidates, idle_after, rerun_reads, temporaries
+from planner.analysis import candidates, idle_after, movable, rerun_reads, temporaries
 from planner.ir import Graph, Op
 from planner.plan import NEVER_STAGE, Plan, recompute_once, rerun_stages
 from planner.schedule import overwritten
@@ -85,8 +85,19 @@ class Incremental:
         return self._stage[op]
 
     def need(self, storage: int) -> int:
-        """The stage that would want `storage` back first if it were dropped."""
+        """The stage that would want `storage` back first if it were dropped, or moved to the host."""
         return min(self._need(v) for v in self.graph.values_in[storage])
+
+    def freed_after(self, storage: int) -> int:
+        """The stage after which `storage` idles, of what may be dropped or moved to the host."""
+        return self._freed_after[storage]
+
+    def stage_us(self) -> npt.NDArray[np.float64]:
+        """Run time of each stage."""
+        times = np.array(self._time_us)
+        for stage, chain in self._chains.items():
+            times[stage] += sum(self._time_us[op] for op in chain)
+        return times
 
     def plan(self) -> Plan:
         """The plan that this set means."""
@@ -306,8 +317,8 @@ def _state(op: Op) -> tuple[int, ...]:
 
 
 def _freed_after(graph: Graph) -> list[int]:
-    """Per storage: the op after which it is freed when dropped, or NONE if it may not be."""
+    """Per storage: the op after which it is freed when dropped or moved, or NONE if it may not be."""
     freed = [NONE] * len(graph.storages)
-    for storage in (*candidates(graph), *temporaries(graph)):
+    for storage in (*candidates(graph), *temporaries(graph), *movable(graph)):
         freed[storage] = idle_after(graph, storage)
     return freed

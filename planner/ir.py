@@ -99,6 +99,34 @@ class Value:
     dtype: str = ""
 
 
+class CollectiveKind(Enum):
+    """What processes do together."""
+
+    ALL_GATHER = "all-gather"
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    BROADCAST = "broadcast"
+    OTHER = "exchange"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Work of several processes that an op launches, or waits for: on the lane of their group, beside the ops.
+
+    `time_us` of the op that waits is what the whole of it takes; what of that is left when it runs, it costs.
+    `workspace_bytes` of the op that launches is what the processes take for themselves: at any time up to the wait.
+    `storage` is what the collective writes to, and tells which launch a wait is for. `nbytes` is all that the group
+    holds of it in the end (of a reduce-scatter: in the beginning), whatever one rank has.
+    """
+
+    kind: CollectiveKind
+    group: str
+    ranks: int
+    nbytes: int
+    storage: int
+    waits: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation at one place of the step's execution order.
@@ -124,6 +152,12 @@ class Op:
     rng_state: int | None = None
     module_path: str = ""
     source_line: str = ""
+    collective: Collective | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a collective, whose time it then has."""
+        return self.collective is not None and self.collective.waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +228,20 @@ class Graph:
         for value in self.values:
             values[value.storage].append(value.id)
         return tuple(map(tuple, values))
+
+    @cached_property
+    def wait_of(self) -> dict[int, int]:
+        """Per op that launches a collective: the op that waits for it."""
+        launched: dict[int, int] = {}  # storage -> the launch that is open
+        found: dict[int, int] = {}
+        for op in self.ops:
+            if op.collective is None:
+                continue
+            if not op.waits:
+                launched[op.collective.storage] = op.id
+            elif op.collective.storage in launched:
+                found[launched.pop(op.collective.storage)] = op.id
+        return found
 
     @cached_property
     def held_storages(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ from math import fsum
 from pathlib import Path
 
 from planner import files
-from planner.analysis import cannot_drop, idle_after, liveness, rerun_reads, temporaries
+from planner.analysis import cannot_drop, cannot_move, idle_after, liveness, rerun_reads, temporaries
 from planner.errors import FileFormatError, PlanError
 from planner.ir import Graph
 
@@ -21,12 +21,17 @@ class Restore(Enum):
     """How an evicted storage comes back."""
 
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
 
 
 class BoundClass(Enum):
     """Which schedules a lower bound holds for."""
 
     RECOMPUTE_ONCE = "every op is recomputed at most once"
+    RECOMPUTE_OR_MOVE_ONCE = (
+        "every op is recomputed, and every activation moved to the host, at most once; what is below 0.01% of the step "
+        "is kept"
+    )
     ANY_SCHEDULE = "any schedule"
 
 
@@ -36,12 +41,18 @@ class Eviction:
 
     In between it may still be made for a moment, as a temporary of somebody else's recomputation. With
     `restore_before` None it never becomes resident again. A storage may have several, one after the other.
+
+    One that is offloaded is copied to the host from `free_after` on; before the op `gone_before` that is waited for and
+    its memory freed; before the op `back_before` memory is taken for it again and the copy back begins; before
+    `restore_before` that is waited for. The plan names boundaries and no times, so its peak does not hang on any.
     """
 
     storage: int
     free_after: int
     restore_before: int | None
     how: Restore = Restore.RECOMPUTE
+    gone_before: int | None = None
+    back_before: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +65,11 @@ class Plan:
     cut_off: bool = False  # the time limit ended the search: another run may differ
     found_by: str = ""  # the part of the strategy that found it, where there are several
     note: str = ""  # for people: who found it, and how
+
+    @property
+    def offloads(self) -> tuple[Eviction, ...]:
+        """The evictions that move a storage to the host and back."""
+        return tuple(e for e in self.evictions if e.how is Restore.OFFLOAD)
 
     def save(self, path: str | Path, graph: Graph) -> None:
         """Write the plan as JSON, tied to the graph's fingerprint."""
@@ -108,6 +124,8 @@ def recomputation(graph: Graph, storage: int, is_resident: Callable[[int], bool]
         if op is None or op in ops:
             continue
         ops.add(op)
+        if op in graph.wait_of:
+            ops.add(graph.wait_of[op])
         for v in rerun_reads(graph.ops[op]):
             source = graph.values[v].storage
             if source == storage:
@@ -218,7 +236,7 @@ def recompute_each_time(graph: Graph, dropped: Iterable[int], *, kept: Collectio
 
 
 def check_plan(graph: Graph, plan: Plan) -> None:
-    """Raise PlanError unless every eviction names a droppable storage and two ops in order."""
+    """Raise PlanError unless every eviction names a storage that may be evicted, and ops in order."""
     for eviction in plan.evictions:
         _check_types(eviction)
     last: dict[int, int] = {}
@@ -229,8 +247,9 @@ def check_plan(graph: Graph, plan: Plan) -> None:
 def _check_types(eviction: object) -> None:
     if not isinstance(eviction, Eviction):
         raise PlanError(f"{eviction!r:.60} is no Eviction")
-    if not (_is_id(eviction.storage) and _is_id(eviction.free_after)) or not (
-        eviction.restore_before is None or _is_id(eviction.restore_before)
+    places = (eviction.restore_before, eviction.gone_before, eviction.back_before)
+    if not (_is_id(eviction.storage) and _is_id(eviction.free_after)) or not all(
+        place is None or _is_id(place) for place in places
     ):
         raise PlanError(f"{eviction!r:.120}: storages and ops are named by their ids, whole numbers")
 
@@ -244,9 +263,7 @@ def _check_eviction(graph: Graph, eviction: Eviction, last: dict[int, int]) -> N
     if not 0 <= storage < len(graph.storages):
         raise PlanError(f"{eviction}: there is no storage {storage}")
     name = graph.storage_names[storage]
-    reason = cannot_drop(graph, storage)
-    if reason is not None:
-        raise PlanError(f"storage of {name!r} cannot be dropped: {reason}")
+    _check_how(graph, eviction, name)
     made = graph.maker[storage]
     assert made is not None
     if not made <= after < len(graph.ops):
@@ -255,7 +272,44 @@ def _check_eviction(graph: Graph, eviction: Eviction, last: dict[int, int]) -> N
         raise PlanError(f"storage of {name!r} is to be restored before op {before}, freed after op {after}")
     if after < last.get(storage, -1):
         raise PlanError(f"storage of {name!r} is evicted after op {after}, while it is still evicted")
+    if eviction.how is Restore.OFFLOAD:
+        _check_boundaries(graph, eviction, name)
     last[storage] = len(graph.ops) if before is None else before
+
+
+def _check_how(graph: Graph, eviction: Eviction, name: str) -> None:
+    match eviction.how:
+        case Restore.RECOMPUTE:
+            reason = cannot_drop(graph, eviction.storage)
+            if reason is not None:
+                raise PlanError(f"storage of {name!r} cannot be dropped: {reason}")
+            if not eviction.gone_before is eviction.back_before is None:
+                raise PlanError(f"storage of {name!r} is recomputed: only what is moved to the host has boundaries")
+        case Restore.OFFLOAD:
+            reason = cannot_move(graph, eviction.storage)
+            if reason is not None:
+                raise PlanError(f"storage of {name!r} cannot be moved to the host: {reason}")
+        case _:
+            raise PlanError(f"{eviction!r:.120}: how it comes back is a Restore")
+
+
+def _check_boundaries(graph: Graph, eviction: Eviction, name: str) -> None:
+    """Copied out, gone, coming back, back: in that order, and nobody writes to it meanwhile."""
+    after, before = eviction.free_after, eviction.restore_before
+    gone, back = eviction.gone_before, eviction.back_before
+    if before is None or gone is None or back is None:
+        raise PlanError(
+            f"storage of {name!r} is moved to the host: a plan says before which op it is gone, before which it is on "
+            "its way back, and before which it is back"
+        )
+    if not after < gone <= back <= before:
+        raise PlanError(
+            f"storage of {name!r} is copied out after op {after}, gone before op {gone}, on its way back before op "
+            f"{back} and back before op {before}: these must follow one another"
+        )
+    writers = [graph.ops[op].name for op in graph.writers[eviction.storage] if after < op < before]
+    if writers:
+        raise PlanError(f"storage of {name!r} is moved to the host while op {writers[0]!r} writes to it")
 
 
 def with_bound(plan: Plan, *, lower_bound_us: float, bound_class: BoundClass) -> Plan:

@@ -1,4 +1,4 @@
-"""A plan as a table: per activation CHECKPOINT or RECOMPUTE, as μ-TWO's users expect it; and that table as CSV."""
+"""A plan as a table: per activation CHECKPOINT, RECOMPUTE or OFFLOAD, as μ-TWO's users expect it, and as CSV."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from planner import files
 from planner.analysis import candidates, liveness
 from planner.explain import Choice
 from planner.ir import Graph, Role
-from planner.plan import Eviction, Plan, recompute_us
+from planner.plan import Eviction, Plan, Restore, recompute_us
 
 COLUMNS = ("name", "module", "bytes", "decision", "recompute_us", "free_after", "restore_before")
-DECISIONS = {Choice.KEEP: "CHECKPOINT", Choice.RECOMPUTE: "RECOMPUTE"}
+DECISIONS = {Choice.KEEP: "CHECKPOINT", Choice.RECOMPUTE: "RECOMPUTE", Choice.OFFLOAD: "OFFLOAD"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +42,29 @@ def plan_rows(graph: Graph, plan: Plan) -> list[PlanRow]:
         s for s in graph.storages if s.role is Role.ACTIVATION and liveness(graph)[s.id].idle_until is not None
     )
     free = frozenset(candidates(graph))
-    return [_row(graph, s.id, evictions, recomputable=s.id in free) for s in read_again]
+    dropped = frozenset(e.storage for e in plan.evictions if e.how is Restore.RECOMPUTE)
+    return [_row(graph, s.id, evictions.get(s.id, []), dropped, recomputable=s.id in free) for s in read_again]
 
 
-def _row(graph: Graph, storage: int, evictions: dict[int, list[Eviction]], *, recomputable: bool) -> PlanRow:
-    made, gone = graph.maker[storage], evictions.get(storage, [])
+def _row(graph: Graph, storage: int, gone: list[Eviction], dropped: frozenset[int], *, recomputable: bool) -> PlanRow:
+    made = graph.maker[storage]
     assert made is not None, "only what is made in the forward idles until the backward"
     back = [e.restore_before for e in gone if e.restore_before is not None]
     return PlanRow(
         name=graph.storage_names[storage],
         module=graph.ops[made].module_path,
         nbytes=graph.storages[storage].nbytes,
-        choice=Choice.RECOMPUTE if gone else Choice.KEEP,
-        recompute_us=recompute_us(graph, storage, evictions) if recomputable else None,
+        choice=_choice(gone),
+        recompute_us=recompute_us(graph, storage, dropped) if recomputable else None,
         free_after=tuple(graph.ops[e.free_after].name for e in gone),
         restore_before=tuple(graph.ops[op].name for op in back),
     )
+
+
+def _choice(gone: list[Eviction]) -> Choice:
+    if any(e.how is Restore.OFFLOAD for e in gone):
+        return Choice.OFFLOAD
+    return Choice.RECOMPUTE if gone else Choice.KEEP
 
 
 def cells(row: PlanRow) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The law for another batch: what is made of tensors is affine in it, so two sizes tell all others.
 
 `Scaling` has the step at two sizes. `with_times_of` has it at the size asked for, but its times only at another: they
-are taken to grow in proportion to the op's tensors.
+are taken to grow and shrink in proportion to the op's tensors.
 """
 
 from __future__ import annotations
@@ -120,12 +120,30 @@ def with_times_of(graph: Graph, measured: Graph) -> Graph:
 
 
 def _grown(graph: Graph, op: Op, measured: Graph, source: Op) -> Op:
-    """An op slowed by its largest-grown tensor, read or made: a weight's gradient reads the batch."""
+    """An op slowed by its largest-grown tensor, read or made: a weight's gradient reads the batch.
+
+    Where none has grown, it is as much faster as its most shrunken tensor is smaller, for the same reason.
+    """
     if (len(op.inputs), len(op.outputs)) != (len(source.inputs), len(source.outputs)):
         raise GraphError(f"op {op.name!r} of {graph.name} is another in {measured.name}: its times say nothing of it")
     now, before = (
         [g.storages[g.values[v].storage].nbytes for v in (*o.inputs, *o.outputs)]
         for g, o in ((graph, op), (measured, source))
     )
-    factor = max((n / m for n, m in zip(now, before, strict=True) if m), default=1.0)
+    ratios = [n / m for n, m in zip(now, before, strict=True) if m] or [1.0]
+    factor = max(ratios) if max(ratios) > 1 else min(ratios)
     return replace(op, time_us=source.time_us * factor, workspace_bytes=round(source.workspace_bytes * factor))
+
+
+def in_proportion(graph: Graph, factor: float) -> Graph:
+    """The step at a batch `factor` times as large, where it is known at one size only: all that it makes, and times.
+
+    An estimate: what does not grow with the batch (gradients of weights) is taken to, and what grows faster is not.
+    """
+    made = [made is not None for made in graph.maker]
+    storages = tuple(replace(s, nbytes=round(s.nbytes * factor)) if made[s.id] else s for s in graph.storages)
+    ops = tuple(
+        replace(op, time_us=op.time_us * factor, workspace_bytes=round(op.workspace_bytes * factor)) for op in graph.ops
+    )
+    timing = Timing(kind=TimingKind.ESTIMATED, device=f"this machine, {factor:.2f} times {graph.name}")
+    return replace(graph, ops=ops, storages=storages, timing=timing).validate()

@@ -6,16 +6,17 @@ rewriter replays it, so what was scored is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import assert_never
 
 from planner.analysis import rerun_reads, written_between
-from planner.errors import PlanError
+from planner.errors import LinkError, PlanError
+from planner.host_link import HostLink
 from planner.ir import Graph, Op, Rerun
-from planner.plan import Plan, check_plan
+from planner.plan import Eviction, Plan, Restore, check_plan
 
 
 class RunKind(Enum):
@@ -42,19 +43,67 @@ class Free:
     storage: int
 
 
-Step = Run | Free
+class Work(Enum):
+    """What goes on beside the ops."""
+
+    COPY_OUT = "copy out"
+    COPY_IN = "copy in"
+    COLLECTIVE = "communication"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where work of one kind stands in line: one piece at a time, in the order launched, beside ops and other lanes.
+
+    `group` tells lanes of one kind apart, where there are several.
+    """
+
+    work: Work
+    group: str = ""
+
+
+COPY_OUT, COPY_IN = Lane(Work.COPY_OUT), Lane(Work.COPY_IN)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Begin the lane's work on `storage`. What it reads is held, and what it writes takes memory, from here on.
+
+    Where the work is a collective, `op` is the one that has just begun it, and made what it writes.
+    """
+
+    lane: Lane
+    storage: int
+    op: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on only when what was launched on `lane` for `storage` is done; of a collective, the op that waits follows."""
+
+    lane: Lane
+    storage: int
+
+
+Step = Run | Free | Launch | Wait
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of a whole training step, in order."""
+    """The steps of a whole training step, in order. `link` says how long copies take; none of its bytes hang on it."""
 
     steps: tuple[Step, ...]
+    link: HostLink | None = None
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """The steps that run an op, in order."""
         return tuple(step for step in self.steps if isinstance(step, Run))
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is copied to the host."""
+        return any(isinstance(step, Launch) and step.lane == COPY_OUT for step in self.steps)
 
     def text(self, graph: Graph) -> str:
         """One step a line, for people and for golden tests."""
@@ -69,6 +118,10 @@ def _step_text(graph: Graph, step: Step) -> str:
             return f"run {graph.ops[step.op].name}{into}{kind}"
         case Free():
             return f"  free {graph.storage_names[step.storage]}"
+        case Launch():
+            return f"  launch {step.lane.work.value} {graph.storage_names[step.storage]}"
+        case Wait():
+            return f"  wait for {step.lane.work.value} {graph.storage_names[step.storage]}"
         case _:
             assert_never(step)
 
@@ -83,17 +136,29 @@ def _free(storage: int) -> Free:
     return Free(storage)
 
 
-def lower(graph: Graph, plan: Plan, *, in_place: bool = True) -> Schedule:
+@cache
+def _lane(group: str) -> Lane:
+    return Lane(Work.COLLECTIVE, group)
+
+
+def lower(graph: Graph, plan: Plan, *, in_place: bool = True, link: HostLink | None = None) -> Schedule:
     """The exact steps of `plan`: what runs, in which order, and what is freed when.
 
     Before an op runs, what it lacks is recomputed from what is resident, in execution order, each op once;
     what is only needed for that is freed at its last use. With `in_place`, an op that may overwrite an input
-    does so where that input dies. PlanError names the op of a plan that cannot be carried out.
+    does so where that input dies. What is moved to the host goes and comes over `link`, at the boundaries that the plan
+    names. PlanError names the op of a plan that cannot be carried out, LinkError one that lacks the link.
     """
     check_plan(graph, plan)
+    if link is None and plan.offloads:
+        name = graph.storage_names[plan.offloads[0].storage]
+        raise LinkError(
+            f"the plan moves {len(plan.offloads)} tensors to the host, {name!r} first, and there is no link to it: "
+            "say how fast it is (host_link=...), or plan again without"
+        )
     lowering = _Lowering(graph, plan)
     lowering.walk()
-    return Schedule(tuple(lowering.emit(in_place=in_place)))
+    return Schedule(tuple(lowering.emit(in_place=in_place)), link)
 
 
 def unplanned_schedule(graph: Graph, *, in_place: bool = True) -> Schedule:
@@ -120,7 +185,10 @@ class _Lowering:
         self.graph = graph
         self.free_after: dict[int, list[int]] = {}
         self.restore_before: dict[int, list[int]] = {}
+        self.moves = _Moves(plan.offloads)
         for eviction in plan.evictions:
+            if eviction.how is Restore.OFFLOAD:
+                continue
             self.free_after.setdefault(eviction.free_after, []).append(eviction.storage)
             if eviction.restore_before is not None:
                 self.restore_before.setdefault(eviction.restore_before, []).append(eviction.storage)
@@ -131,6 +199,10 @@ class _Lowering:
         self.evicted = bytearray(len(graph.storages))
         self.available = bytearray(value.producer is None for value in graph.values)
         self.rng_last_use: dict[int, int] = {}  # op -> step of its last rerun
+        self.before: dict[int, list[Step]] = {}  # step -> what moves just before it
+        self.after: dict[int, list[Step]] = {}  # step -> what is launched when it and its frees are done
+        self.away: dict[int, list[int]] = {}  # storage that is on the host -> the values that come back with it
+        self.coming: set[int] = set()  # those of them whose way back has begun
 
     def walk(self) -> None:
         graph, available, last_use = self.graph, self.available, self.last_use
@@ -139,6 +211,8 @@ class _Lowering:
         for op in graph.ops:
             t = op.id
             restored: list[int] = []
+            if t in self.moves.boundaries:
+                self._move(t)
             if t in self.restore_before or not all(map(is_available, op.inputs)):
                 restored = self._restore(op)
             step = len(runs)
@@ -156,9 +230,41 @@ class _Lowering:
                 for storage in self.free_after[t]:
                     self._close(storage)
                     self.evicted[storage] = 1
+            if t in self.moves.out_after:
+                self.after[step] = [Launch(COPY_OUT, e.storage) for e in self.moves.out_after[t]]
         for storage, step in enumerate(last_use):
             if step >= 0 and storage not in graph.held_storages:
                 self._close(storage)
+
+    # -- to the host and back -------------------------------------------------------------------------------
+
+    def _move(self, op: int) -> None:
+        """Free what is gone before `op`, then begin what comes back, then await what is back."""
+        steps = self.before.setdefault(len(self.runs), [])
+        for storage in self.moves.gone_before.get(op, ()):
+            steps += (Wait(COPY_OUT, storage), Free(storage))
+            self._leave(storage)
+        for storage in self.moves.back_before.get(op, ()):
+            steps.append(Launch(COPY_IN, storage))
+            self.coming.add(storage)
+        for storage in self.moves.restore_before.get(op, ()):
+            steps.append(Wait(COPY_IN, storage))
+            self._arrive(storage)
+
+    def _leave(self, storage: int) -> None:
+        self.away[storage] = [v for v in self.graph.values_in[storage] if self.available[v]]
+        for v in self.away[storage]:
+            self.available[v] = 0
+        self.last_use[storage] = -1
+        self.copies.pop(storage, None)  # which were there only while their reruns ran
+
+    def _arrive(self, storage: int) -> None:
+        self.coming.discard(storage)
+        for v in self.away.pop(storage):
+            self.available[v] = 1
+        self.last_use[storage] = len(self.runs)
+
+    # -- recomputation --------------------------------------------------------------------------------------
 
     def _restore(self, op: Op) -> list[int]:
         """Recompute what `op` lacks and what the plan wants back before it; return the storages made."""
@@ -186,7 +292,9 @@ class _Lowering:
         graph, available = self.graph, self.available
         chain: set[int] = set()
         while missing:
-            producer = graph.values[missing.pop()].producer
+            lost = missing.pop()
+            self._check_here(lost, before=before)
+            producer = graph.values[lost].producer
             if producer is None or producer in chain:
                 continue
             op = graph.ops[producer]
@@ -194,6 +302,13 @@ class _Lowering:
             chain.add(producer)
             missing.extend(v for v in rerun_reads(op) if not available[v])
         return chain
+
+    def _check_here(self, value: int, *, before: Op) -> None:
+        if self.graph.values[value].storage in self.away:
+            raise PlanError(
+                f"{self.graph.values[value].name!r} is wanted before or by op {before.name!r}, while it is on the "
+                "host: a plan brings it back before its first reader or rerun"
+            )
 
     def _check_rerun(self, op: Op, *, before: Op) -> None:
         if op.rerun is Rerun.NEVER:
@@ -216,13 +331,16 @@ class _Lowering:
             self.last_use[values[v].storage] = step
         made = []
         for storage in graph.makes[op.id]:
-            if self.last_use[storage] >= 0:
+            if storage in self.away:
+                if storage not in self.coming:  # made for its sibling's sake: gone when the op returns
+                    self.dies_at.setdefault(step, []).append(storage)
+            elif self.last_use[storage] >= 0:
                 self.copies.setdefault(storage, []).append(step)
             else:
                 self.last_use[storage] = step
                 made.append(storage)
         for v in op.outputs:
-            self.available[v] = 1
+            self.available[v] = values[v].storage not in self.away
         if op.rng_state is not None:
             self.rng_last_use[op.id] = step
         return made
@@ -249,16 +367,45 @@ class _Lowering:
         for step, code in enumerate(self.runs):
             dying = self.dies_at.get(step, ())
             op_id = code if code >= 0 else ~code
+            if step in self.before:
+                steps += self.before[step]
             into = overwritten(graph, graph.ops[op_id], dying) if in_place and dying else None
+            collective = graph.ops[op_id].collective
+            if collective is not None and collective.waits:
+                steps.append(Wait(_lane(collective.group), collective.storage))
             if code < 0:
                 steps.append(Run(op_id, into, RunKind.RERUN))
             elif op_id in self.rng_last_use:
                 steps.append(Run(op_id, into, RunKind.ORIGINAL_SAVING_RNG))
             else:
                 steps.append(_run(op_id) if into is None else Run(op_id, into))
+            if collective is not None and not collective.waits:
+                steps.append(Launch(_lane(collective.group), collective.storage, op_id))
             if dying:
                 steps.extend([_free(storage) for storage in sorted(dying) if storage != into])
+            if step in self.after:
+                steps += self.after[step]
         return steps
+
+
+class _Moves:
+    """What a plan moves to the host, by the ops at which it does; in the order in which lanes serve it."""
+
+    def __init__(self, offloads: Sequence[Eviction]) -> None:
+        self.out_after: dict[int, list[Eviction]] = {}
+        self.gone_before: dict[int, list[int]] = {}
+        self.back_before: dict[int, list[int]] = {}
+        self.restore_before: dict[int, list[int]] = {}
+        for e in sorted(offloads, key=lambda e: (e.gone_before or 0, e.storage)):  # what is to be gone first goes first
+            assert e.gone_before is not None
+            self.out_after.setdefault(e.free_after, []).append(e)
+            self.gone_before.setdefault(e.gone_before, []).append(e.storage)
+        for e in sorted(offloads, key=lambda e: (e.restore_before or 0, e.storage)):  # what is wanted first comes first
+            assert e.back_before is not None
+            assert e.restore_before is not None
+            self.back_before.setdefault(e.back_before, []).append(e.storage)
+            self.restore_before.setdefault(e.restore_before, []).append(e.storage)
+        self.boundaries = {*self.gone_before, *self.back_before, *self.restore_before}
 
 
 def overwritten(graph: Graph, op: Op, dying: Collection[int]) -> int | None:

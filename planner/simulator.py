@@ -14,7 +14,9 @@ class Timeline:
     """What a schedule costs.
 
     `bytes_at[i]` is what is live during step i: for a Run its inputs, outputs and workspace with everything
-    else that is resident; for a Free what remains. `peak_by_role` splits the peak; workspaces count as TEMP.
+    else that is resident; for other steps what remains. `peak_by_role` splits the peak; workspaces count as TEMP.
+    Bytes, those on the host included, follow from the order of the steps; `stall_us`, the time that runs wait for
+    copies, from the speed of the link as well.
     """
 
     bytes_at: tuple[int, ...]
@@ -25,16 +27,26 @@ class Timeline:
     time_us: float
     recompute_us: float
     reruns: int
+    stall_us: float = 0.0
+    moved_bytes: int = 0  # to the host, and back again
+    host_peak_bytes: int = 0
+    communication_us: float = 0.0  # of all collectives
+    hidden_us: float = 0.0  # of that, while ops ran: it costs nothing
+
+    @property
+    def extra_us(self) -> float:
+        """What the schedule takes beyond the step itself: recomputation, and waiting for copies."""
+        return self.recompute_us + self.stall_us
 
     @property
     def base_us(self) -> float:
-        """Time of the step without any recomputation."""
-        return self.time_us - self.recompute_us
+        """Time of the step without recomputation and waiting."""
+        return self.time_us - self.extra_us
 
     @property
     def overhead(self) -> float:
-        """Extra time as a fraction of the step without recomputation."""
-        return self.recompute_us / self.base_us if self.base_us else 0.0
+        """Extra time as a fraction of the step without recomputation and waiting."""
+        return self.extra_us / self.base_us if self.base_us else 0.0
 
     @property
     def above_start_bytes(self) -> int:
@@ -44,11 +56,13 @@ class Timeline:
 
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     """Walk the schedule; PlanError if a run lacks an input or a Free names what is not resident."""
-    memory, bytes_at = Memory(graph), list[int]()
+    memory, bytes_at, host_peak_bytes = Memory(graph, schedule.link), list[int](), 0
     peak, peak_step, at_peak, transient_bytes = -1, 0, bytes(memory.resident), 0
     for position, step in enumerate(schedule.steps):
         nbytes = memory.take(step)
         bytes_at.append(nbytes)
+        if memory.host_bytes > host_peak_bytes:
+            host_peak_bytes = memory.host_bytes
         if nbytes > peak:
             peak, peak_step = nbytes, position
             at_peak, transient_bytes = bytes(memory.resident), memory.transient_bytes
@@ -58,9 +72,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
         peak_bytes=peak if bytes_at else graph.start_bytes,
         peak_step=peak_step,
         peak_by_role=_by_role(graph, at_peak, transient_bytes),
-        time_us=memory.original_us + memory.recompute_us,
+        time_us=memory.original_us + memory.recompute_us + memory.stall_us,
         recompute_us=memory.recompute_us,
         reruns=memory.reruns,
+        stall_us=memory.stall_us,
+        moved_bytes=memory.moved_bytes,
+        host_peak_bytes=host_peak_bytes,
+        communication_us=memory.communication_us,
+        hidden_us=memory.hidden_us,
     )
 
 

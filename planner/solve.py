@@ -11,14 +11,18 @@ from enum import Enum
 from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
 
+from planner.allocator import Allocator, Held, held
 from planner.analysis import candidates
+from planner.arena import arrange
+from planner.culprits import why_nothing_moves
 from planner.errors import BudgetError, NoPlan, PlanError, PlannerError, StrategyError
 from planner.explain import Decision, explain
-from planner.ir import Graph
-from planner.plan import BoundClass, Plan
+from planner.host_link import HostLink
+from planner.ir import Graph, Rerun
+from planner.plan import BoundClass, Plan, Restore
 from planner.schedule import Schedule, lower, unplanned_schedule
 from planner.simulator import Timeline, simulate, unplanned
-from planner.units import human_bytes, parse_budget
+from planner.units import human_bytes, is_reserved, parse_budget
 
 log = logging.getLogger("recompute_planner")
 
@@ -29,8 +33,12 @@ DEFAULT_TIME_LIMIT_S = 10.0
 class Problem:
     """A graph to be run within a budget. `in_place` says whether schedules may use in-place forms.
 
+    With a `host_link` a plan may move tensors to the host and back, at most `host_budget_bytes` of them at a time.
+
     A plan that recomputes for longer than `most_recompute_us` is of no use to whoever asks: a strategy may leave
-    such plans out, or ignore this.
+    such plans out, or ignore this. `allocator` is who hands out the memory of a GPU; None where none holds more than
+    what lives. With `most_reserved_bytes`, what it holds is bounded as well; no strategy need know of it. With
+    `reserves_ahead`, it is asked for one piece as large as a schedule's arena before the first step.
     """
 
     graph: Graph
@@ -38,17 +46,47 @@ class Problem:
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
     in_place: bool = True
     most_recompute_us: float = math.inf
+    host_link: HostLink | None = None
+    host_budget_bytes: int | None = None
+    allocator: Allocator | None = None
+    most_reserved_bytes: int | None = None
+    reserves_ahead: bool = False
 
     @staticmethod
     def of(
-        graph: Graph, budget: str | int, *, time_limit_s: float = DEFAULT_TIME_LIMIT_S, in_place: bool = True
+        graph: Graph,
+        budget: str | int,
+        *,
+        time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+        in_place: bool = True,
+        host_link: HostLink | None = None,
+        host_budget_bytes: int | None = None,
     ) -> Problem:
-        """The problem of a budget as people state it: bytes, '4GiB', or '60%' of what the unplanned step adds."""
+        """The problem of a budget as people state it: bytes, '4GiB', or '60%' of what the unplanned step adds.
+
+        Of 'reserved:4GiB' it bounds what PyTorch's allocator on a GPU holds.
+        """
         peak_bytes = unplanned(graph, in_place=in_place).peak_bytes
         limit = parse_budget(budget, start_bytes=graph.start_bytes, peak_bytes=peak_bytes)
-        return Problem(graph=graph, budget_bytes=limit, time_limit_s=time_limit_s, in_place=in_place)
+        reserved = is_reserved(budget)
+        return Problem(
+            graph=graph,
+            budget_bytes=limit,
+            time_limit_s=time_limit_s,
+            in_place=in_place,
+            host_link=host_link,
+            host_budget_bytes=host_budget_bytes,
+            allocator=Allocator.CACHING if reserved else None,
+            most_reserved_bytes=limit if reserved else None,
+        )
 
     def __post_init__(self) -> None:
+        if self.host_budget_bytes is not None and self.host_budget_bytes < 0:
+            raise BudgetError(f"a host budget of {self.host_budget_bytes} bytes: give 0 or more, or None for any")
+        if self.reserves_ahead and self.allocator is None:
+            raise BudgetError("memory reserved ahead needs to know the allocator: give Problem(allocator=...)")
+        if self.most_reserved_bytes is not None and self.allocator is None:
+            raise BudgetError("a limit on reserved memory needs to know the allocator: give Problem(allocator=...)")
         if not 0 <= self.time_limit_s < math.inf:
             raise BudgetError(f"a time limit of {self.time_limit_s} s: give a number of seconds, 0 or more")
 
@@ -56,11 +94,37 @@ class Problem:
         """The same problem with less time, and only for plans that recompute for at most so long."""
         return replace(self, time_limit_s=max(0.0, time_limit_s), most_recompute_us=most_recompute_us)
 
+    def held(self, schedule: Schedule) -> Held | None:
+        """What the allocator of this problem holds while `schedule` runs; None where there is no such allocator."""
+        if self.allocator is None:
+            return None
+        ahead_bytes = arrange(self.graph, schedule).nbytes if self.reserves_ahead else 0
+        return held(self.graph, schedule, allocator=self.allocator, ahead_bytes=ahead_bytes)
+
+    @property
+    def fits_unplanned(self) -> bool:
+        """Whether the step is within the budget as it is."""
+        if self.unplanned.peak_bytes > self.budget_bytes:
+            return False
+        if self.most_reserved_bytes is None:
+            return True
+        found = self.held(self.schedule(Plan()))
+        return found is not None and found.reserved_bytes <= self.most_reserved_bytes
+
     def schedule(self, plan: Plan) -> Schedule:
         """The steps that `plan` means here."""
         if not plan.evictions:
             return unplanned_schedule(self.graph, in_place=self.in_place)
-        return lower(self.graph, plan, in_place=self.in_place)
+        return lower(self.graph, plan, in_place=self.in_place, link=self.host_link)
+
+    def without_link(self) -> Problem:
+        """The same problem for plans that move nothing to the host."""
+        return replace(self, host_link=None, host_budget_bytes=None)
+
+    def fits(self, timeline: Timeline) -> bool:
+        """Whether a schedule's bytes are within the budgets, here and on the host."""
+        over_host = self.host_budget_bytes is not None and timeline.host_peak_bytes > self.host_budget_bytes
+        return timeline.peak_bytes <= self.budget_bytes and not over_host
 
     def timeline(self, plan: Plan) -> Timeline:
         """What the judge will say of `plan`."""
@@ -68,7 +132,7 @@ class Problem:
 
     @property
     def unplanned(self) -> Timeline:
-        """The step without any recomputation."""
+        """The step without any plan."""
         return unplanned(self.graph, in_place=self.in_place)
 
 
@@ -82,8 +146,8 @@ def cheapest(problem: Problem, plans: Iterable[Plan], *, deadline: float = math.
         if best is not None and time.perf_counter() > deadline:
             return replace(best[1], cut_off=True)
         timeline = problem.timeline(plan)
-        peak, cost = timeline.peak_bytes, timeline.recompute_us
-        rank = (True, peak, cost) if peak > problem.budget_bytes else (False, cost, peak)
+        peak, cost = timeline.peak_bytes, timeline.extra_us
+        rank = (False, cost, peak) if problem.fits(timeline) else (True, peak, cost)
         if best is None or rank < best[0]:
             best = rank, plan
     if best is None:
@@ -127,22 +191,42 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """(recompute time - its proven lower bound) / recompute time; None without a bound."""
+        """(extra time - its proven lower bound) / extra time; None without a bound."""
         if self.plan is None or self.timeline is None or self.plan.lower_bound_us is None:
             return None
-        cost = self.timeline.recompute_us
+        cost = self.timeline.extra_us
         return (cost - self.plan.lower_bound_us) / cost if cost > 0 else 0.0
 
     @property
     def overhead(self) -> float | None:
-        """Extra time as a fraction of the step without recomputation."""
+        """Extra time as a fraction of the step as it is."""
         return None if self.timeline is None else self.timeline.overhead
+
+    @cached_property
+    def held(self) -> Held | None:
+        """What the allocator is predicted to hold of the GPU; None on a CPU, and without a plan."""
+        return None if self.schedule is None else self.problem.held(self.schedule)
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The activations that the plan drops."""
-        evicted = {e.storage for e in self.plan.evictions} if self.plan else set()
+        """The activations that the plan drops and computes again."""
+        evictions = self.plan.evictions if self.plan else ()
+        evicted = {e.storage for e in evictions if e.how is Restore.RECOMPUTE}
         return tuple(s for s in candidates(self.problem.graph) if s in evicted)
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """The storages that the plan moves to the host and back."""
+        return tuple(sorted({e.storage for e in self.plan.offloads})) if self.plan else ()
+
+    @cached_property
+    def why_nothing_moves(self) -> str:
+        """Why a plan with a host link does not use it; "" where it does, or where there is none."""
+        link, timeline, schedule = self.problem.host_link, self.timeline, self.schedule
+        if link is None or timeline is None or schedule is None or self.moved:
+            return ""
+        limit = self.problem.host_budget_bytes
+        return why_nothing_moves(self.problem.graph, schedule, timeline, link, host_budget_bytes=limit)
 
     @cached_property
     def decisions(self) -> tuple[Decision, ...]:
@@ -169,12 +253,28 @@ class Solution:
             return f"{head} ({self.reason})"
         base = self.problem.unplanned
         bound = "" if self.gap is None else f", within {self.gap:.1%} of the optimum"
+        reserved = "" if self.held is None else f", {human_bytes(self.held.reserved_bytes)} reserved"
         return (
-            f"{head}: peak {human_bytes(timeline.peak_bytes)} (unplanned {human_bytes(base.peak_bytes)}, "
-            f"budget {human_bytes(self.problem.budget_bytes)}), {timeline.overhead:.1%} more time "
+            f"{head}: peak {human_bytes(timeline.peak_bytes)}{reserved} (unplanned {human_bytes(base.peak_bytes)}, "
+            f"budget {_limit_text(self.problem)}), {timeline.overhead:.1%} more time "
             f"({graph.timing}){bound}; drops {len(self.dropped)} of {len(candidates(graph))} activations"
+            + self._moves()
             + (f"; {self.proof}" if self.proof else "")
         )
+
+    def _moves(self) -> str:
+        if self.timeline is None or self.problem.host_link is None or (not self.dropped and not self.moved):
+            return ""
+        if not self.moved:
+            return f", moves nothing to the host: {self.why_nothing_moves}"
+        size, share = human_bytes(self.timeline.moved_bytes), self.timeline.stall_us / max(self.timeline.base_us, 1e-9)
+        words = f"{size} at {self.problem.host_link}, {share:.1%} waiting"
+        return f", moves {len(self.moved)} to the host and back ({words})"
+
+
+def _limit_text(problem: Problem) -> str:
+    kind = "" if problem.most_reserved_bytes is None else " reserved"
+    return f"{human_bytes(problem.most_reserved_bytes or problem.budget_bytes)}{kind}"
 
 
 def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
@@ -183,9 +283,19 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
     StrategyError names a strategy that fails or gives no plan at all, PlanError one whose plan cannot be carried out.
     """
     label = label or strategy.name
+    if problem.most_reserved_bytes is None:
+        return _solved(problem, strategy, label)
+    from planner.reserved import solved_within_reserved  # which needs the types of this module
+
+    return solved_within_reserved(
+        problem, lambda within: _solved(within, strategy, label), most_bytes=problem.most_reserved_bytes
+    )
+
+
+def _solved(problem: Problem, strategy: Strategy, label: str) -> Solution:
     started, cpu_started = time.perf_counter(), time.process_time()
     try:
-        plan = _proposal(problem, strategy, label)
+        plan = _with_hidden_waits(problem.graph, _proposal(problem, strategy, label))
     except NoPlan as answer:
         log.info("%s on %s: no plan: %s", label, problem.graph.name, answer)
         return Solution(
@@ -201,7 +311,7 @@ def solve(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
         )
     solve_s, solve_cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     schedule, timeline = _judged(problem, plan, label)
-    fits = timeline.peak_bytes <= problem.budget_bytes
+    fits = problem.fits(timeline)
     solution = Solution(
         strategy=label,
         problem=problem,
@@ -230,6 +340,14 @@ def _proposal(problem: Problem, strategy: Strategy, label: str) -> Plan:
     return plan
 
 
+def _with_hidden_waits(graph: Graph, plan: Plan) -> Plan:
+    """The plan with a bound that holds here: a strategy counts a repeated collective whole, which ops may hide."""
+    if not plan.lower_bound_us:
+        return plan
+    hidden_us = sum(op.time_us for op in graph.ops if op.waits and op.rerun is not Rerun.NEVER)
+    return replace(plan, lower_bound_us=max(0.0, plan.lower_bound_us - hidden_us)) if hidden_us else plan
+
+
 def _judged(problem: Problem, plan: Plan, label: str) -> tuple[Schedule, Timeline]:
     try:
         schedule = problem.schedule(plan)
@@ -242,7 +360,7 @@ def _judged(problem: Problem, plan: Plan, label: str) -> tuple[Schedule, Timelin
 
 def solve_if_needed(problem: Problem, strategy: Strategy, *, label: str = "") -> Solution:
     """`solve`, unless the step fits as it is: then the empty plan, whose reason says that there was nothing to do."""
-    if problem.unplanned.peak_bytes > problem.budget_bytes:
+    if not problem.fits_unplanned:
         return solve(problem, strategy, label=label)
     found = solve(problem, _Nothing(), label=label or strategy.name)
     return replace(found, reason=_nothing_to_do(problem))
@@ -271,10 +389,10 @@ def _check_bound(label: str, plan: Plan, timeline: Timeline) -> None:
         raise PlanError(f"{label}: a bound of {bound:.1f} µs without the class of schedules that it holds for")
     if not 0 <= bound < math.inf:
         raise PlanError(f"{label}: a bound of {bound} µs bounds nothing")
-    if bound > timeline.recompute_us * (1 + 1e-9) + 1e-6:
+    if bound > timeline.extra_us * (1 + 1e-9) + 1e-6:
         raise PlanError(
-            f"{label}: claims that no plan recomputes in less than {bound:.1f} µs, but its own takes "
-            f"{timeline.recompute_us:.1f} µs"
+            f"{label}: claims that no plan recomputes and waits in less than {bound:.1f} µs, but its own takes "
+            f"{timeline.extra_us:.1f} µs"
         )
 
 
@@ -285,4 +403,7 @@ def _reason(problem: Problem, plan: Plan, timeline: Timeline) -> str:
             f"smallest peak found {human_bytes(timeline.peak_bytes)}, {human_bytes(over)} over the budget of "
             f"{human_bytes(problem.budget_bytes)}{f'; {plan.note}' if plan.note else ''}"
         )
+    host_bytes = problem.host_budget_bytes
+    if host_bytes is not None and timeline.host_peak_bytes > host_bytes:
+        return f"moves {human_bytes(timeline.host_peak_bytes)} to the host, which may hold {human_bytes(host_bytes)}"
     return f"peak {human_bytes(timeline.peak_bytes)} within {human_bytes(problem.budget_bytes)}"

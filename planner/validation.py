@@ -29,6 +29,7 @@ class _Validator:
         self._check_values()
         for op in self.graph.ops:
             self._check_op(op)
+        self._check_collectives()
         for value in self.graph.outputs:
             if value not in self.defined:
                 raise GraphError(f"the graph's output {value} is no value of it")
@@ -119,6 +120,18 @@ class _Validator:
             )
         self.defined.add(value_id)
         self.allocated.add(value.storage)
+
+    def _check_collectives(self) -> None:
+        """Every collective is launched by one op and waited for by a later one."""
+        waits = set(self.graph.wait_of.values())
+        for op in self.graph.ops:
+            if op.collective is None:
+                continue
+            if not 0 <= op.collective.storage < len(self.graph.storages):
+                raise GraphError(f"op {op.name!r} communicates storage {op.collective.storage}, which does not exist")
+            if op.id not in (waits if op.waits else self.graph.wait_of):
+                missing = "launched" if op.waits else "waited for"
+                raise GraphError(f"the collective of op {op.name!r} is never {missing}")
 
     def _check_rerun(self, op: Op) -> None:
         if op.rerun is Rerun.NEVER and not op.never_reason:

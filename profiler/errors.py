@@ -82,5 +82,16 @@ def _cause(error: Exception) -> str:
             "boolean mask, nonzero, packed sequences and CTC do), which one graph of fixed sizes cannot hold: keep "
             f"that part outside of what is planned. {MODEL_DOOR}"
         )
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], torch.Tensor):
+        return (
+            "something is looked up by a tensor itself, in a dict whose keys are parameters (optimizers that step in "
+            "gradient hooks have one), and stand-ins take the place of tensors here: use their names for keys, or plan "
+            "the model alone with checkpoint_model(model, budget=...), which leaves hooks and optimizers as they are"
+        )
+    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+        return (
+            "the step uses control flow as an operator (torch.cond, while_loop, scan), which is not captured: an `if` "
+            f"on the value is followed as it goes, and torch.where takes both ways; or keep it outside. {MODEL_DOOR}"
+        )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"tracing failed here with {type(error).__name__}: {first}"

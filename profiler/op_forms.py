@@ -11,7 +11,9 @@ from torch import Tensor, fx
 
 from planner.ir import Op, Rerun
 from planner.schedule import Run, RunKind
-from profiler.ops import inplace_call, without_side_effect
+from profiler.collectives import held_until, is_wait, makes_new
+from profiler.ops import inplace_call, storage_root, without_side_effect
+from profiler.tracing.ranks.torch_distributed import settled_wait
 
 
 class Generator(Enum):
@@ -42,6 +44,9 @@ def form_of(run: Run, op: Op, node: fx.Node) -> Form:
 def _call(run: Run, op: Op, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if run.into is not None:
         return inplace_call(node)
+    if is_wait(node):
+        sent = [one for one in held_until(node) if storage_root(one).op == "call_function"]
+        return settled_wait, (node.args[0], *sent), {"is_new": makes_new(node)}
     if run.kind is RunKind.RERUN and op.rerun is Rerun.WITHOUT_SIDE_EFFECT:
         form = without_side_effect(node)
         assert form is not None, f"{node.name} has no form without side effect"

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from profiler.tracing.optimizers import OpaqueStep
+from profiler.backend import is_accelerator
+from profiler.collectives import is_wait, why_run_once
+from profiler.tracing.updates.optimizers import OpaqueStep
 
 aten = torch.ops.aten
 
@@ -178,7 +180,13 @@ def has_effect(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
     known = overload(node) is not None or is_getitem(node) or NUMBER in node.meta
-    return not known or bool(written(node)) or is_random(node)
+    return not known or is_wait(node) or bool(written(node)) or is_random(node) or _returns_nothing(node)
+
+
+def _returns_nothing(node: fx.Node) -> bool:
+    """An op that is run for something else than what it makes: it asserts, or logs."""
+    op = overload(node)
+    return op is not None and op.namespace != "profiler" and not op._schema.returns
 
 
 def why_never_rerun(node: fx.Node) -> str:
@@ -192,10 +200,12 @@ def why_never_rerun(node: fx.Node) -> str:
         return "stands for what the caller does between forward and backward"
     if own_generators(node):
         return "draws from a generator of the user's"
+    if why_run_once(node):
+        return why_run_once(node)
     if node.target is not fresh and base_name(op) in _UNINITIALISED:
         return "returns memory that is not initialised"
-    on_cuda = any(tensor.device.type == "cuda" for tensor in tensors_of(node))
-    if on_cuda and base_name(op) in UNORDERED_ON_CUDA:
+    beside_cpu = any(is_accelerator(tensor.device) for tensor in tensors_of(node))
+    if beside_cpu and base_name(op) in UNORDERED_ON_CUDA:
         return "adds in no fixed order on a GPU"
     return ""
 
@@ -244,6 +254,18 @@ def inplace_form(op: OpOverload) -> OpOverload | None:
         found = _same_arguments(op, op.overloadpacket)
     # A generated variant computes elsewhere and copies: it saves nothing.
     return None if found is None or torch.Tag.generated in found.tags else found
+
+
+@cache
+def out_form(op: OpOverload) -> OpOverload | None:
+    """The overload that computes the same into memory that it is given (`out=`), by the same kernel; or None."""
+    if op.namespace != "aten" or op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    found = _same_arguments(op, op.overloadpacket)
+    if found is None or torch.Tag.generated in found.tags:
+        return None
+    outs = [formal for formal in found._schema.arguments if formal.is_out]
+    return found if len(outs) == len(op._schema.returns) else None
 
 
 def _same_arguments(op: OpOverload, packet: Any) -> OpOverload | None:

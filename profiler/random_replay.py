@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.backend import backend_for
+
 
 def generator_state(device: torch.device) -> Tensor:
     """The state of the device's default generator."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return backend_for(device).generator_state()
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
     """Put the device's default generator where `state` says."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    backend_for(device).set_generator_state(state)
 
 
 class SavingRng:

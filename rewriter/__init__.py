@@ -4,18 +4,21 @@ from runpy import run_path
 
 run_path(f"{__path__[0]}/../planner/shadowing.py")["check"](__path__[0], "planner", "profiler", "strategies")
 
+from rewriter.agreement import RankError
 from rewriter.api import checkpoint
 from rewriter.budgets import OverBudget
 from rewriter.model import PlannedModel, checkpoint_model, uncheckpoint
-from rewriter.passage import BackwardError
 from rewriter.proof import Verification, VerificationError, verify
 from rewriter.step import CheckpointedStep
+from rewriter.ways.compiled import register
+from rewriter.ways.own_capture.passage import BackwardError
 
 __all__ = [
     "BackwardError",
     "CheckpointedStep",
     "OverBudget",
     "PlannedModel",
+    "RankError",
     "Verification",
     "VerificationError",
     "checkpoint",
@@ -23,3 +26,5 @@ __all__ = [
     "uncheckpoint",
     "verify",
 ]
+
+register()  # torch.compile(model, backend="recompute")

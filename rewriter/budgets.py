@@ -8,41 +8,67 @@ from typing import Any
 import torch
 
 from planner.analysis import Floor, floor
+from planner.culprits import where_the_peak_is
 from planner.errors import BudgetError, PlannerError
 from planner.ir import Graph, Role
 from planner.solve import Solution
-from planner.units import human_bytes, read_budget
-from profiler.measuring.memory import available_bytes
+from planner.units import human_bytes, is_reserved, read_budget
+from profiler.backend import backend_for, is_accelerator
+from profiler.measuring.memory import allocator_of
 
 AUTO = "auto"
 
 # What the prediction was ever seen to be off by, of what a step adds to memory: kept free below the budget.
 MARGIN = 0.005
 
-# What a GPU's caching allocator may lose between its blocks, of the whole memory: left out of budget="auto".
-FRAGMENTATION = 0.03
+# What of a GPU's whole memory is left out of budget="auto", for what no simulation of its allocator knows: libraries
+# that take memory when they are first used, other streams.
+UNFORESEEN = 0.01
 
 
 class OverBudget(PlannerError):  # noqa: N818 - an answer, not a fault
     """No plan meets the budget; says the smallest peak found, the floor, and what would help."""
 
 
-def check_budget(budget: str | int, device: torch.device) -> None:
-    """BudgetError for what is no budget, whatever the step: told before anything is captured."""
+def check_budget(budget: str | int, device: torch.device, api: Any = None) -> None:
+    """BudgetError for what is no budget, whatever the step: told before anything is captured.
+
+    `api` is a stand-in of torch.cuda in tests.
+    """
     if budget != AUTO:
         read_budget(budget)
-    elif device.type != "cuda":
+    elif not is_accelerator(device):
         raise BudgetError(f"budget 'auto' asks a GPU what is free, but the model is on {device}: say bytes or a share")
+    if bounds_reserved(budget) and not is_accelerator(device):
+        raise BudgetError(
+            f"budget {budget!r:.60} is for the allocator of a GPU, but the model is on {device}, where nothing is held "
+            "that does not live: say bytes or a share"
+        )
+    if bounds_reserved(budget) and allocator_of(device, api) is None:
+        raise BudgetError(
+            f"budget {budget!r:.60}: the allocator in use on {device} is none that can be simulated (PyTorch's own "
+            "caching one): say bytes of live tensors or a share, and leave room between its blocks"
+        )
 
 
-def auto_budget(graph: Graph, device: torch.device, api: Any) -> int:
-    """What the step may use of a GPU: what is live before it and what is free, less a share for fragmentation.
+def bounds_reserved(budget: str | int) -> bool:
+    """Whether a budget is for all that a GPU's allocator holds: what is free on a card has to hold that."""
+    return budget == AUTO or is_reserved(budget)
 
-    `api` is torch.cuda, or a stand-in of it in tests.
+
+def auto_budget(graph: Graph, device: torch.device, api: Any = None) -> int:
+    """What may be reserved of a GPU for the step: what is live before it and what is free, less what is unforeseen.
+
+    `api` is a stand-in of torch.cuda in tests.
     """
-    check_budget(AUTO, device)
-    _, total = api.mem_get_info(device)
-    return int(graph.start_bytes + available_bytes(device, api) - FRAGMENTATION * total)
+    check_budget(AUTO, device, api)
+    backend = backend_for(device, api)
+    return int(graph.start_bytes + backend.available_bytes() - UNFORESEEN * backend.total_bytes())
+
+
+def is_share(budget: str | int) -> bool:
+    """Whether a budget is a share of what the unplanned step adds."""
+    return isinstance(budget, str) and budget.rstrip().endswith("%")
 
 
 def margin_bytes(graph: Graph, limit_bytes: int) -> int:
@@ -57,16 +83,27 @@ def over_budget(solution: Solution, limit_bytes: int, margin: int, *, elsewhere_
     """
     graph, found = solution.problem.graph, solution.timeline
     least = f"the smallest peak found is {human_bytes(found.peak_bytes)}" if found else solution.reason
-    lowest = floor(graph)
+    lowest = floor(graph, moving=solution.problem.host_link is not None)
     needed = found.peak_bytes if found else lowest.nbytes
+    if solution.problem.most_reserved_bytes is not None and solution.held is not None:
+        needed = solution.held.reserved_bytes
+        least += f", for which the GPU's allocator holds {human_bytes(needed)} by simulation"
     enough = elsewhere_bytes + graph.start_bytes + math.ceil((needed - graph.start_bytes) / (1 - MARGIN))
-    beside = f" beside {human_bytes(elsewhere_bytes)} of tensors outside of the model" if elsewhere_bytes else ""
+    beside = f" beside {human_bytes(elsewhere_bytes)} of tensors outside of the plan" if elsewhere_bytes else ""
     helping = _help(graph, lowest, limit_bytes, whole_step=not elsewhere_bytes)
     return OverBudget(
         f"{solution.strategy}: no plan fits {human_bytes(max(0, limit_bytes))}{beside} ({human_bytes(margin)} of it "
-        f"kept free): {least}. No plan at all can go under {lowest}. What would help: {helping}, or a budget of at "
-        f"least {enough} bytes ({human_bytes(enough)})"
+        f"kept free): {least}{_where(solution)}. No plan at all can go under {lowest}. What would help: {helping}, or "
+        f"a budget of at least {enough} bytes ({human_bytes(enough)})"
     )
+
+
+def _where(solution: Solution) -> str:
+    """Where the peak lies of a plan that could have moved tensors to the host, and what moving cannot take away."""
+    if solution.problem.host_link is None or solution.schedule is None or solution.timeline is None:
+        return ""
+    where = where_the_peak_is(solution.problem.graph, solution.schedule, solution.timeline)
+    return f", {where}: moving tensors to the host does not take that away"
 
 
 def _help(graph: Graph, lowest: Floor, limit_bytes: int, *, whole_step: bool) -> str:

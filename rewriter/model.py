@@ -2,110 +2,76 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
+import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
+from torch.optim import Optimizer
 
-import strategies
 from planner.errors import PlannerError
+from planner.host_link import HostLink
 from planner.simulator import Timeline
-from planner.solve import DEFAULT_TIME_LIMIT_S, Problem, Solution, Status, Strategy, solve_if_needed
-from profiler.measuring.memory import live_bytes
-from profiler.measuring.meters import meter_for
-from profiler.tracing.calling import BufferSlot, Convention, ReturnOut
-from profiler.tracing.joint import (
-    ForwardAndBackward,
-    Template,
-    as_it_was,
-    detached,
-    joint_workload,
-    kept_for_another_backward,
-    wanted,
-    with_facts,
-)
+from planner.solve import DEFAULT_TIME_LIMIT_S, Solution, Strategy
+from profiler.errors import CaptureError
+from profiler.measuring.meters import is_watched_elsewhere
+from profiler.measuring.restoring import Touched
+from profiler.tracing.joint import as_it_was
+from profiler.tracing.ranks.replicated import planned_part, refuse_shards
+from profiler.tracing.ranks.tensor_parallel import is_in_parts
+from profiler.tracing.ranks.torch_shards import reshard
 from profiler.workload import device_of
-from rewriter.budgets import check_budget, margin_bytes, over_budget
-from rewriter.cutting import Halves, cut
-from rewriter.passage import Passage
-from rewriter.pipeline import ReadyStep, budget_bytes, prepare, proven
-from rewriter.proof import Verification, VerificationError, compare, observe
-from rewriter.rehearsal import Call, Facts, Rehearsal, still_there
+from rewriter.other_shapes import MOST_FORMS_BYTES
+from rewriter.proof import Verification
+from rewriter.settings import read_settings
+from rewriter.telling import warn_caller
+from rewriter.ways.blocks.way import BlockWise
+from rewriter.ways.common import Kernels, ModelSettings, PlannedWay, Refused, Way
+from rewriter.ways.compiled.dynamo_way import DynamoWay
+from rewriter.ways.compiled.inductor_way import InductorWay
+from rewriter.ways.own_capture.way import OwnCapture
 
-log = logging.getLogger("recompute_planner")
+# The ways that compute with each kind of kernels, the best promise first: where one refuses a model, the next is taken.
+# A way belongs here and nowhere else; kernels without any way are told as unknown.
+WAYS: dict[Kernels, tuple[type[PlannedWay], ...]] = {
+    Kernels.EAGER: (OwnCapture, DynamoWay, BlockWise),
+    Kernels.INDUCTOR: (InductorWay,),
+}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """What a planned model was asked for."""
-
-    budget: str | int
-    strategy: Strategy
-    label: str
-    time_limit_s: float
-    prove: bool
-    most_shapes: int
-    show_progress: bool
+# Those of them that take sizes as symbols: `dynamic=True` begins with these.
+OF_ANY_SIZE: frozenset[Way] = frozenset({Way.DYNAMO, Way.BLOCKS})
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelForm:
-    """One captured and planned form of the model: a shape of its inputs, and what the caller does with its outputs."""
+def ways_for(kernels: Kernels, *, dynamic: bool | None) -> tuple[type[PlannedWay], ...]:
+    """The ways to try, in their order."""
+    ways = WAYS[kernels]
+    first = tuple(way for way in ways if dynamic and way.way in OF_ANY_SIZE)
+    return first or ways
 
-    ready: ReadyStep
-    facts: Facts
-    solution: Solution
-    halves: Halves
-    template: Template
-    trainable: tuple[int, ...]
-    used: tuple[int, ...]
-    output_count: int  # tensors that the model returns
-    returned_slots: tuple[ReturnOut | BufferSlot, ...]
-    receivers: tuple[int, ...]  # per gradient that the backward makes: which of `wanted` it is for
-    verification: Verification | None = None
 
-    @property
-    def convention(self) -> Convention:
-        return self.ready.traced.convention
+_inside: ContextVar[bool] = ContextVar("inside of a planned model's call", default=False)
 
-    def run(self, model: nn.Module, batch: Any, *, on_backward: Callable[[Any], None]) -> Any:
-        """A forward on the tape; `on_backward` is told which outputs are still there when the backward begins."""
-        everything = wanted(model, batch)
-        passage = Passage(self.halves, self.convention.gather(batch), trainable=self.trainable, used=self.used)
-        tensors = passage.through([everything[i] for i in self.receivers])
-        by_leaf = dict(enumerate(self.convention.result.leaves[: self.output_count]))
-        for slot, tensor in zip(self.returned_slots, tensors, strict=True):
-            if isinstance(slot, BufferSlot):
-                slot.owner._buffers[slot.key] = tensor
-            else:
-                by_leaf[slot.leaf] = tensor
-        outputs = [by_leaf[i] for i in range(self.output_count)]
-        # What the plan keeps for the backward is there in any case.
-        watched = {i: weakref.ref(output) for i, output in enumerate(outputs) if i in passage.unsaved}
-        passage.on_backward = lambda seen: on_backward((seen, still_there(watched)))
-        return self.template.filled(outputs)
+# Forwards in several threads take turns: what traces, watches or measures one is there once in a process.
+_one_at_a_time = threading.RLock()
 
 
 class PlannedModel:
-    """What `model.planned` is: what was planned for a model, and the way into it.
+    """What `model.planned` is: what was planned for a model, by whichever way, and the way into it.
 
     A copy of the model, or one that was saved and loaded, has none: it is the model as it was.
     """
 
+    steps_aside: ClassVar[bool] = True  # inside of another planned model
+
     def __init__(self, model: nn.Module, settings: ModelSettings) -> None:
         self._model = weakref.ref(model)
         self._settings = settings
-        self._forms: list[ModelForm] = []  # the most recently used first
-        self._facts: dict[Call, Facts] = {}
-        self._rehearsing: tuple[Call, Rehearsal] | None = None
+        first, *self._others = ways_for(settings.kernels, dynamic=settings.dynamic)
+        self._refusals: list[tuple[Way, str]] = []
+        self._taken = first(model, settings)
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -113,259 +79,125 @@ class PlannedModel:
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    # -- what it will tell ----------------------------------------------------------------------------------
-
-    @property
-    def form(self) -> ModelForm:
-        """The form used last; PlannerError before the first planned step."""
-        if not self._forms:
-            raise PlannerError("nothing is planned yet: the second training step does that, with its own batch")
-        return self._forms[0]
-
-    @property
-    def solution(self) -> Solution:
-        """The plan of the form used last: predicted peak and time, and a reason for every tensor."""
-        return self.form.solution
-
-    @property
-    def verification(self) -> Verification | None:
-        """What the proof of the form used last found."""
-        return self.form.verification
-
-    def timeline(self) -> Timeline:
-        """Bytes at every step of the schedule, and the predicted time."""
-        assert self.solution.timeline is not None
-        return self.solution.timeline
-
-    def explain(self, text: str = "") -> str:
-        """What was kept, dropped, why and at what cost, for every tensor whose name or module contains `text`."""
-        return self.solution.explain(text)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan used last to a file."""
-        assert self.solution.plan is not None
-        self.solution.plan.save(path, self.solution.problem.graph)
-
-    # -- the way in -----------------------------------------------------------------------------------------
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward: planned where a backward can follow, as it was everywhere else."""
         model = self._model()
         assert model is not None
-        batch = (args, kwargs)
-        self._learn()
-        if not torch.is_grad_enabled() or not wanted(model, batch):
+        if _inside.get():  # of another planned model, whose plan has this one's part in it
             return as_it_was(model, args, kwargs)
-        call = Call.of(model, batch)
-        if call not in self._facts:
-            rehearsal = Rehearsal(meter_for(device_of(model)))
-            self._rehearsing = call, rehearsal
-            return rehearsal.forward(model, args, kwargs)
-        form = self._form_for(model, batch, self._facts[call])
-        return form.run(model, batch, on_backward=lambda seen: self._check_facts(call, *seen))
-
-    def _learn(self) -> None:
-        """What the rehearsal has seen, if one is over."""
-        if self._rehearsing is None:
-            return
-        (call, rehearsal), self._rehearsing = self._rehearsing, None
-        facts = rehearsal.facts()
-        if facts is not None:
-            self._facts[call] = facts
-
-    def _check_facts(self, call: Call, used: frozenset[int], held: frozenset[int]) -> None:
-        """Notice a caller who does something else than was seen at first: the next forward is planned for that."""
-        known = self._facts[call]
-        if used == known.used and held <= known.held:
-            return
-        if not held <= known.held:
-            warnings.warn(
-                f"outputs {sorted(held - known.held)} of the planned model are held until its backward, which was not "
-                "so when it was planned: this step may need more memory than predicted; the next one is planned anew",
-                UserWarning,
-                stacklevel=2,
+        self._check_shards(model)
+        if is_watched_elsewhere() and torch.is_grad_enabled():
+            warn_caller(
+                "this forward runs unplanned: it is called from another thread than the main one, whose last step is "
+                "still being watched. A forward of a planned model in the main thread ends that"
             )
-        self._facts[call] = replace(known, used=used, held=known.held | held)
+            return as_it_was(model, args, kwargs)
+        with _one_at_a_time:
+            token = _inside.set(True)
+            try:
+                return self._by_a_way(*args, **kwargs)
+            finally:
+                _inside.reset(token)
 
-    def _form_for(self, model: nn.Module, batch: Any, facts: Facts) -> ModelForm:
-        wrong: list[str] = []
-        for i, form in enumerate(self._forms):
-            found = form.convention.check(batch) if form.facts == facts else ["the caller does something else with it"]
-            if not found:
-                if i:
-                    self._forms.insert(0, self._forms.pop(i))
-                return form
-            wrong = wrong or found
-        if self._forms:
-            log.info("the model is captured and planned anew, because %s", "; ".join(wrong[:2]))
-        self._forms.insert(0, _Planner(model, batch, facts, self._settings).form())
-        del self._forms[self._settings.most_shapes :]
-        return self._forms[0]
+    def _check_shards(self, model: nn.Module) -> None:
+        """CaptureError for shards by a way in which each rank would choose alone what all must gather."""
+        if self.way is not Way.OWN_CAPTURE:
+            refuse_shards(model, by=self.way.value)
+        reshard(model)
 
+    def _by_a_way(self, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return self._taken(*args, **kwargs)
+            except Refused as refusal:
+                if self._is_the_models_own(refusal, args, kwargs):
+                    return as_it_was(self._existing(), args, kwargs)  # raises it, as it would have
+                self._take_next(refusal)
 
-# -- from a call to a plan ----------------------------------------------------------------------------------------
+    def _existing(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
 
+    def _is_the_models_own(self, refusal: Refused, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model itself raises what a way was stopped by: a bad batch says nothing about the way."""
+        own = _first_cause(refusal)
+        model = self._existing()
+        if isinstance(own, PlannerError) or is_in_parts(model):  # whose forward no rank can try alone
+            return False
+        touched = Touched(model=model, optimizer=None, step=model, is_eager=True)
+        try:
+            with touched.kept(), touched.watched(), torch.no_grad():
+                as_it_was(model, args, kwargs)
+        except type(own):
+            return True
+        return False
 
-class _Planner:
-    """One call of the model on its way to a form."""
-
-    def __init__(self, model: nn.Module, batch: Any, facts: Facts, settings: ModelSettings) -> None:
-        self.model = model
-        self.batch = detached(batch)
-        self.facts = facts
-        self.settings = settings
-        self.accumulating = Call.of(model, batch).accumulating
-
-    def form(self) -> ModelForm:
-        """Captured, measured, planned and proven; OverBudget before anything is changed."""
-        args, kwargs = self.batch
-        workload = joint_workload(self.model, args, kwargs, used=self.facts.used)
-        ready = prepare(
-            workload,
-            [self.settings.budget],
-            audited=self.settings.prove,
-            show_progress=self.settings.show_progress,
+    def _take_next(self, refusal: Refused) -> None:
+        """The next way, with a word about it; CaptureError with the reasons of all where there is none."""
+        self._refusals.append((self.way, str(refusal)))
+        if not self._others:
+            said = "; ".join(f"{way.value}: {why}" for way, why in self._refusals)
+            raise CaptureError(f"this model cannot be planned ({said}). Nothing was changed") from refusal
+        model = self._existing()
+        self._taken.undo()
+        taken = self._others.pop(0)
+        refuse_shards(model, by=taken.way.value, because=str(refusal))
+        warn_caller(
+            f"this model is planned by {taken.way.value} and not by {self.way.value}, which refused it: {refusal}. "
+            f"Promised now: {taken.promise}{'; it moves nothing to the host' if self._settings.access else ''}"
         )
-        ready = self._as_called(ready)
-        form = self._form(ready, self._solved(ready))
-        verification = self._verified(form)
-        solution = proven(form.solution, verification, why_not="prove=False")
-        unbound = replace(ready, workload=workload._replace(batch=None))  # a batch is not kept alive
-        return replace(form, ready=unbound, solution=solution, verification=verification)
+        self._taken = taken(model, self._settings)
 
-    def _as_called(self, ready: ReadyStep) -> ReadyStep:
-        """The measured graph with what is known of the caller in it."""
-        traced, convention = ready.traced, ready.traced.convention
-        (output,) = traced.module.graph.find_nodes(op="output")
-        position = {node: v for v, node in enumerate(traced.value_nodes)}
-        first = _output_count(convention)
-        let_go = {
-            position[node]
-            for slot, node in zip(convention.outputs, output.args[0], strict=True)
-            if isinstance(slot, ReturnOut) and slot.leaf < first and slot.leaf not in self.facts.held
-        }
-        graph = with_facts(
-            kept_for_another_backward(traced.graph),
-            let_go=let_go & set(traced.graph.outputs),
-            outside_bytes=self.facts.outside_bytes,
-            gradients_leave=self.accumulating,
-        )
-        return replace(ready, measured=replace(ready.measured, traced=replace(traced, graph=graph)))
+    # -- what it will tell ----------------------------------------------------------------------------------
 
-    def _solved(self, ready: ReadyStep) -> Solution:
-        settings, graph = self.settings, ready.graph
-        elsewhere = self._elsewhere_bytes()
-        limit = budget_bytes(graph, settings.budget, device_of(self.model)) - elsewhere
-        margin = margin_bytes(graph, limit)
-        problem = Problem(graph=graph, budget_bytes=limit - margin, time_limit_s=settings.time_limit_s)
-        solution = solve_if_needed(problem, settings.strategy, label=settings.label)
-        if solution.status is not Status.FITS:
-            raise over_budget(solution, limit, margin, elsewhere_bytes=elsewhere)
-        return solution
+    @property
+    def taken(self) -> PlannedWay:
+        """The way in use, with whatever it alone can tell."""
+        return self._taken
 
-    def _elsewhere_bytes(self) -> int:
-        """What of a budget in bytes is taken by tensors that are no part of the model's step: optimizer state, others.
+    @property
+    def way(self) -> Way:
+        """How the model is planned: the first way that did not refuse it."""
+        return self._taken.way
 
-        A share of what the step adds has nothing to do with them, and what is free leaves them out already.
-        """
-        budget = self.settings.budget
-        if isinstance(budget, str) and (budget.rstrip().endswith("%") or budget == "auto"):
-            return 0
-        own = [*self.model.parameters(), *self.model.buffers()]
-        own += [leaf for leaf in pytree.tree_leaves(self.batch) if isinstance(leaf, Tensor)]
-        return live_bytes(device_of(self.model), without=own)
+    @property
+    def promise(self) -> str:
+        """What holds of bits and bytes."""
+        return self._taken.promise
 
-    def _form(self, ready: ReadyStep, solution: Solution) -> ModelForm:
-        step, convention = ready.workload.train_step, ready.traced.convention
-        assert isinstance(step, ForwardAndBackward)
-        assert step.template is not None
-        assert solution.schedule is not None
-        first = _output_count(convention)
-        gradients = {
-            i: slot.leaf - first
-            for i, slot in enumerate(convention.outputs)
-            if isinstance(slot, ReturnOut) and slot.leaf >= first
-        }
-        rest = [slot for i, slot in enumerate(convention.outputs) if i not in gradients]
-        return ModelForm(
-            ready=ready,
-            facts=self.facts,
-            solution=solution,
-            halves=cut(ready.replayed(solution.schedule).module, gradients=list(gradients)),
-            template=step.template,
-            trainable=step.trainable,
-            used=step.used,
-            output_count=first,
-            returned_slots=tuple(slot for slot in rest if isinstance(slot, (ReturnOut, BufferSlot))),
-            receivers=tuple(gradients.values()),
-        )
+    @property
+    def refusals(self) -> tuple[tuple[Way, str], ...]:
+        """The ways that did not take the model, and why."""
+        return tuple(self._refusals)
 
-    # -- proof ----------------------------------------------------------------------------------------------
+    @property
+    def solution(self) -> Solution:
+        """The plan used last: predicted peak and time, and a reason for every tensor."""
+        return self._taken.solution
 
-    def _verified(self, form: ModelForm) -> Verification | None:
-        if not self.settings.prove:
-            return None
-        if not form.ready.as_it_is:
-            warnings.warn("this plan is unproven: the model as it is does not fit in memory", UserWarning, stacklevel=6)
-            return None
-        assert form.solution.timeline is not None
-        touched = form.ready.touched(self.batch)
-        calls: list[Callable[[Any], Any]] = [
-            lambda batch: as_it_was(self.model, *batch),
-            lambda batch: form.run(self.model, batch, on_backward=lambda _: None),
-        ]
-        eager, planned = (observe(partial(self._trial, call), touched, self.batch, steps=1) for call in calls)
-        found = compare(eager, planned, predicted_peak_bytes=form.solution.timeline.above_start_bytes)
-        if not found.exact:
-            raise VerificationError(
-                f"the planned model differs from yours: {found}. Nothing was changed. {form.ready.other_path}"
-            )
-        return found
+    @property
+    def verification(self) -> Verification | None:
+        """What the proof of the plan used last found; None where there was none."""
+        return self._taken.verification
 
-    def _trial(self, call: Callable[[Any], Any], batch: Any) -> list[Tensor | None]:
-        """Forward and backward as the caller does them: outputs (or, of those that are let go, digests), gradients."""
-        _, tensors = Template.of(call(batch))
-        shown: list[Tensor | None] = [t if i in self.facts.held else digest(t) for i, t in enumerate(tensors)]
-        loss = _Seed.apply(*(tensors[i] for i in sorted(self.facts.used)))  # type: ignore[no-untyped-call]
-        del tensors
-        return shown + list(torch.autograd.grad(loss, wanted(self.model, batch), allow_unused=True))
+    def timeline(self) -> Timeline:
+        """Bytes at every step of the schedule, and the predicted time."""
+        return self._taken.timeline()
+
+    def explain(self, text: str = "") -> str:
+        """What was kept, dropped, why and at what cost, for every tensor whose name or module contains `text`."""
+        return self._taken.explain(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan used last to a file that `checkpoint_model(..., plan=path)` reads; `.csv`: for people."""
+        self._taken.save(path)
 
 
-class _Seed(torch.autograd.Function):
-    """A loss that holds nothing of the outputs, and sends ones back to them."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.like = [(o.shape, o.stride(), o.dtype, o.device) for o in outputs]
-        return torch.zeros((), device=outputs[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
-            for size, stride, dtype, device in ctx.like
-        )
-
-
-DIGESTED_AT_ONCE = 2**12
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """A number that differs where any bit does, all but surely; made in little memory."""
-    words = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in torch.split(words, DIGESTED_AT_ONCE):
-        factors = torch.arange(1, len(piece) + 1, dtype=torch.int64, device=tensor.device) * 0x9E3779B1
-        total = total * 0x5851F42D + ((piece.to(torch.int64) + 1) * (factors ^ (factors >> 15))).sum()
-    return total
-
-
-def _output_count(convention: Convention) -> int:
-    """How many tensors the model returns: the step returns them first, then gradients."""
-    return convention.result.tree.children()[0].num_leaves
-
-
-# -- the door -----------------------------------------------------------------------------------------------------
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def checkpoint_model(
@@ -373,42 +205,81 @@ def checkpoint_model(
     *,
     budget: str | int,
     strategy: str | Strategy = "auto",
+    optimizer: Optimizer | None = None,
+    kernels: str = "eager",
+    dynamic: bool | None = None,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    plan: str | Path | None = None,
     prove: bool = True,
-    most_shapes: int = 8,
+    in_place: bool = True,
+    most_shapes: int | None = None,
+    most_forms_bytes: int = MOST_FORMS_BYTES,
+    cache_dir: str | Path | None = None,
+    host_link: str | float | HostLink | None = None,
+    offload_dir: str | Path | None = None,
+    host_budget: str | int | None = None,
     show_progress: bool = False,
 ) -> nn.Module:
     """Plan a model's forward and backward in place, for any training loop; returns the model.
 
     Nothing happens now: the first training step runs as it would have, to see what the loop does with the outputs; the
     second is captured, measured, planned within `budget`, and proven equal to the bit (`prove`). `model.planned` tells
-    about it, and `uncheckpoint(model)` puts the model back.
+    about it, and `uncheckpoint(model)` puts the model back. `optimizer` is the one that will step the model: what its
+    state and its step take counts in a budget in bytes from the first plan on. `plan` is a file that
+    `model.planned.save` wrote, used instead of a strategy; `cache_dir` is a folder that keeps what was measured and
+    planned for the next start. `kernels` are eager's, or inductor's where a way has them;
+    `dynamic=True` begins with the ways whose plans serve any size. `host_link`, `offload_dir` and `host_budget` are as
+    for `checkpoint`: by the first way, own capture, a plan may also move tensors to the host.
     """
-    chosen = strategies.make(strategy) if isinstance(strategy, str) else strategy
+    whole, model = model, planned_part(model)
     _check_model(model)
-    check_budget(budget, device_of(model))
-    settings = ModelSettings(
+    settings = read_settings(
+        ModelSettings,
+        device_of(model),
         budget=budget,
-        strategy=chosen,
-        label=strategy if isinstance(strategy, str) else strategy.name,
+        strategy=strategy,
+        optimizer=optimizer,
+        kernels=_kernels(kernels),
+        dynamic=dynamic,
         time_limit_s=time_limit_s,
+        plan=plan,
+        saved_by="model.planned.save",
         prove=prove,
+        in_place=in_place,
         most_shapes=most_shapes,
+        most_forms_bytes=most_forms_bytes,
         show_progress=show_progress,
+        cache_dir=cache_dir,
+        host_link=host_link,
+        offload_dir=offload_dir,
+        host_budget=host_budget,
     )
+    if settings.access is not None and ways_for(settings.kernels, dynamic=dynamic)[0] is not OwnCapture:
+        raise PlannerError("host_link is for own capture alone: leave kernels and dynamic as they are, or it out")
     planned = PlannedModel(model, settings)
     model._compiled_call_impl = planned
-    model.__dict__["planned"] = planned
-    return model
+    whole.__dict__["planned"] = model.__dict__["planned"] = planned
+    return whole
 
 
 def uncheckpoint(model: nn.Module) -> nn.Module:
     """The model as it was before `checkpoint_model`."""
-    if not isinstance(model.__dict__.get("planned"), PlannedModel):
+    whole, model = model, planned_part(model)
+    planned = model.__dict__.get("planned")
+    if not isinstance(planned, PlannedModel):
         raise PlannerError("this model is not planned: there is nothing to undo")
+    planned.taken.undo()
     model._compiled_call_impl = None
     del model.__dict__["planned"]
-    return model
+    whole.__dict__.pop("planned", None)
+    return whole
+
+
+def _kernels(name: str) -> Kernels:
+    known = [kernels.value for kernels in WAYS]
+    if name not in known:
+        raise PlannerError(f"kernels={name!r}: there are {', '.join(map(repr, known))}")
+    return Kernels(name)
 
 
 def _check_model(model: nn.Module) -> None:

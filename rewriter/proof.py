@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import PlannerError
 from planner.units import human_bytes
+from profiler.backend import backend_for, is_accelerator
 from profiler.measuring.meters import meter_for, peak_above_start
 from profiler.measuring.restoring import Touched
+from profiler.tracing.ranks.torch_distributed import local
 from profiler.workload import device_of
 
 log = logging.getLogger("recompute_planner")
@@ -53,14 +56,18 @@ class Verification:
         return (self.measured_peak_bytes - self.predicted_peak_bytes) / self.measured_peak_bytes
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{n} {kind}" for kind, n in self.compared)
+        counts = ", ".join(_counted(n, kind) for kind, n in self.compared)
         verdict = "equal to the bit" if self.exact else f"DIFFERENT, first in {self.first_mismatch}"
         return (
-            f"{self.steps} steps, {counts}: {verdict} (largest difference {self.largest_difference:g}). "
+            f"{_counted(self.steps, 'steps')}, {counts}: {verdict} (largest difference {self.largest_difference:g}). "
             f"Peak above the start: eager {human_bytes(self.eager_peak_bytes)}, planned "
             f"{human_bytes(self.measured_peak_bytes)} measured, {human_bytes(self.predicted_peak_bytes)} predicted "
             f"({self.prediction_error:+.2%})"
         )
+
+
+def _counted(number: int, things: str) -> str:
+    return f"{number} {things.removesuffix('s') if number == 1 else things}"
 
 
 def verify(
@@ -133,21 +140,27 @@ def observe(
     seen: Observed = {}
     returned: list[Any] = []
     without = [p for p in model.parameters() if p.grad is None]
+
+    def run() -> Any:
+        with touched.watched():
+            return context.run(step, batch)
+
     with touched.kept():
+        context = copy_context()  # a context variable that the steps set goes with it
         begin()
         for i in range(steps - 1):
             torch.clear_autocast_cache()  # inside one `with autocast`, eager would go on with the casts of old weights
-            _take(seen, i, step(batch), model)
+            _take(seen, i, run(), model)
             _clear(without)
         _clear(touched.unread_gradients)
         torch.clear_autocast_cache()
-        peak = peak_above_start(meter_for(device_of(model)), lambda: returned.append(step(batch)))
+        peak = peak_above_start(meter_for(device_of(model)), lambda: returned.append(run()))
         _take(seen, steps - 1, returned.pop(), model)
         for kind, name, tensor in _left_behind(touched):
             seen[kind, name] = _copy(tensor)
     log.info(
-        "watched %d steps in %.2f s: at most %s above the start",
-        steps,
+        "watched %s in %.2f s: at most %s above the start",
+        _counted(steps, "steps"),
         time.perf_counter() - started,
         human_bytes(peak),
     )
@@ -159,8 +172,9 @@ def _left_behind(touched: Touched) -> Iterator[tuple[str, str, Tensor]]:
     device = device_of(touched.model)
     yield from _state(touched.model, touched.optimizer)
     yield "generators", "CPU generator", torch.get_rng_state()
-    if device.type == "cuda":
-        yield "generators", "CUDA generator", torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        backend = backend_for(device)
+        yield "generators", f"{backend.title} generator", backend.generator_state()
     for i, generator in enumerate(touched.generators):
         yield "generators", f"generator {i} of the step's own", generator.get_state()
     for i, tensor in enumerate(touched.tensors):
@@ -200,7 +214,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return local(tensor.detach()).to("cpu", copy=True)  # type: ignore[no-any-return]
 
 
 def _compare(expected: Observed, actual: Observed) -> tuple[str, float]:

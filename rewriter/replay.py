@@ -6,16 +6,19 @@ import logging
 import operator
 import time
 from collections.abc import Callable
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 from torch import fx
 
-from planner.schedule import Schedule
-from planner.walk import Freed, Ran, walk
+from planner.errors import LinkError
+from planner.ir import Graph
+from planner.schedule import Launch, Schedule, Wait, Work
+from planner.walk import Freed, Launched, Ran, Waited, walk
+from profiler.measuring.hosts import Host
 from profiler.op_forms import Form, Generator, form_of
 from profiler.ops import NUMBER
 from profiler.random_replay import ReplayingRng, SavingRng
-from profiler.tracing.whole_step import TracedStep
+from rewriter.moving import Send, fetch_from_host, wait_until_away, wait_until_back
 
 log = logging.getLogger("recompute_planner")
 
@@ -23,21 +26,44 @@ log = logging.getLogger("recompute_planner")
 STEP = "schedule_step"
 
 
-def apply(traced: TracedStep, schedule: Schedule) -> fx.GraphModule:
+class Captured(Protocol):
+    """A typed graph, the module that it was made of, and the fx nodes of its ops and values by id."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def module(self) -> fx.GraphModule: ...
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def value_nodes(self) -> tuple[fx.Node, ...]: ...
+
+    def check_runnable(self) -> None:
+        """CaptureError where it is for planning only."""
+
+
+def apply(traced: Captured, schedule: Schedule, host: Host | None = None) -> fx.GraphModule:
     """The module that carries out `schedule`, with the placeholders and outputs of the captured one.
 
     Every Run is one call in the same order. Nothing is freed by name: the generated code lets go of a tensor
-    right after its last use, which is where the schedule's Free stands.
+    right after its last use, which is where the schedule's Free stands. What is moved goes to `host`.
     """
     started = time.perf_counter()
     traced.check_runnable()
-    replay = _Replay(traced)
+    replay = _Replay(traced, host)
     for position, event in enumerate(walk(traced.graph, schedule)):
         match event:
             case Ran():
                 replay.run(event, position)
             case Freed():
                 replay.free(event.step.storage)
+            case Launched():
+                replay.launch(event.step)
+            case Waited():
+                replay.wait(event.step)
             case _:
                 assert_never(event)
     module = replay.finish()
@@ -48,8 +74,11 @@ def apply(traced: TracedStep, schedule: Schedule) -> fx.GraphModule:
 class _Replay:
     """The new graph as it grows, and which new node stands for each captured one at the moment."""
 
-    def __init__(self, traced: TracedStep) -> None:
+    def __init__(self, traced: Captured, host: Host | None) -> None:
         self.traced = traced
+        self.host = host
+        self.moves: dict[int, fx.Node] = {}  # storage on its way -> its move
+        self.went: dict[int, list[fx.Node]] = {}  # ... and the captured nodes that went with it
         self.new = fx.Graph()
         self.current: dict[fx.Node, fx.Node] = {}
         self.first: dict[fx.Node, fx.Node] = {}  # as each was first made: what a freed output was
@@ -61,6 +90,47 @@ class _Replay:
     def free(self, storage: int) -> None:
         for v in self.traced.graph.values_in[storage]:
             self.current.pop(self.traced.value_nodes[v], None)
+
+    # -- to the host and back -------------------------------------------------------------------------------
+
+    def _here(self, storage: int) -> list[fx.Node]:
+        """The captured nodes of a storage that stand for tensors now."""
+        nodes = (self.traced.value_nodes[v] for v in self.traced.graph.values_in[storage])
+        return [node for node in dict.fromkeys(nodes) if node in self.current]
+
+    def launch(self, launch: Launch) -> None:
+        storage = launch.storage
+        match launch.lane.work:
+            case Work.COPY_OUT:
+                if self.host is None:
+                    raise LinkError("this plan moves tensors to the host, and there is none here: plan without a link")
+                base = self.current[self._here(storage)[0]]
+                self.moves[storage] = self.new.call_function(Send(self.host), (base,))
+            case Work.COPY_IN:
+                self.moves[storage] = self.new.call_function(fetch_from_host, (self.moves[storage],))
+            case Work.COLLECTIVE:
+                pass  # the op that has just run
+            case _:
+                assert_never(launch.lane.work)
+
+    def wait(self, wait: Wait) -> None:
+        storage = wait.storage
+        match wait.lane.work:
+            case Work.COPY_OUT:
+                self.went[storage] = self._here(storage)
+                tensors = [self.current[node] for node in self.went[storage]]
+                self.moves[storage] = self.new.call_function(wait_until_away, (self.moves[storage], *tensors))
+            case Work.COPY_IN:
+                made = self.new.call_function(wait_until_back, (self.moves.pop(storage),))
+                for i, node in enumerate(self.went.pop(storage)):
+                    self.current[node] = self.new.call_function(operator.getitem, (made, i))
+                    self.current[node].meta = dict(node.meta)
+            case Work.COLLECTIVE:
+                pass  # the op that runs next
+            case _:
+                assert_never(wait.lane.work)
+
+    # -- runs -----------------------------------------------------------------------------------------------
 
     def run(self, ran: Ran, position: int) -> None:
         node = self.traced.nodes[ran.step.op]

@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
 from planner.errors import FileFormatError, PlannerError
+from planner.exports.writing import write_export
 from planner.ir import Graph
 from planner.plan import Plan
 from planner.plan_table import write_plan_csv
 from planner.simulator import Timeline
-from planner.solve import Problem, Solution, Status, Strategy, solve, solve_if_needed
+from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes
-from profiler.tracing.assumptions import BrokenAssumption, Turns
+from profiler.tracing.eager_ways.assumptions import BrokenAssumption, Turns
 from profiler.tracing.guards import Change
 from profiler.workload import Workload
-from rewriter.budgets import over_budget
-from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven
+from rewriter.agreement import agree, agree_on_parameters, ranks_of
+from rewriter.budgets import is_share, over_budget
+from rewriter.given_plan import GivenPlan
+from rewriter.one_plan import ANOTHER_SEQUENCE, answer_of_all, for_own_sizes, overlapped
+from rewriter.other_shapes import carried_over, kept
+from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven, why_not_proven
 from rewriter.proof import Verification, VerificationError
+from rewriter.reserving import Reserve, better_without, reserve_arena
+from rewriter.settings import PlanSettings
+
+log = logging.getLogger("recompute_planner")
+
+MOST_MEASURED = 16  # graphs of which the times are kept for other shapes
 
 _OFTEN = 3  # so many new values of one entry of the batch, and the warning names it
 
-DOES_NOT_FIT = "your own step does not fit in memory beside it, so that it was neither audited nor compared"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(PlanSettings):
     """What a planned step was asked for."""
 
-    budget: str | int
-    strategy: Strategy
-    label: str
-    time_limit_s: float
-    in_place: bool
-    plan_file: str | Path | None
     verify_steps: int
     prove_every: int
-    most_shapes: int
     free_gradients: bool
     early_updates: bool
-    show_progress: bool
+    process_group: Any = None  # of ranks that average the gradients of a plain model
+    reserve: Reserve = Reserve.NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,12 @@ class CheckpointedStep:
         self._new_numbers = 0  # how often a form was left because a number of the optimizer's had changed
         self._calls = 0
         self._turns = Turns()
+        self._ranks = ranks_of(workload.model, settings.process_group)
+        if settings.process_group is not None:
+            agree_on_parameters(self._ranks, workload.model)
+        self._measured: list[Graph] = []  # of each way through the step one, or a few
+        self._reserved_bytes = 0  # in one piece, for the largest form so far
+        self._given_bytes = 0  # what the first form was given: a share of it is no less for a smaller batch
 
     def __call__(self, batch: Any) -> Any:
         """One training step on `batch`; returns what the user's own step returns."""
@@ -91,8 +101,9 @@ class CheckpointedStep:
         """One step; where the data lead another way than they did for a form, by the form that goes that way."""
         others = [other for other in self._forms if other is not form]
         try:
-            return form.planned.run(batch)
-        except BrokenAssumption as broken:
+            with self._ranks.watched():
+                return form.planned.run(batch)
+        except BrokenAssumption as broken:  # never with several ranks, none of which could turn round alone
             said = broken
         for other in others:
             if other.mismatches(batch):
@@ -140,12 +151,20 @@ class CheckpointedStep:
 
     def save(self, path: str | Path) -> None:
         """Write the plan used last to a file that `checkpoint(..., plan=path)` reads; `.csv`: as a table for people."""
-        plan, graph = self.solution.plan, self.solution.problem.graph
+        plan, graph = self.solution.plan, self._forms[0].ready.planned_on
         assert plan is not None
         if Path(path).suffix.lower() == ".csv":
             write_plan_csv(path, graph, plan)
         else:
             plan.save(path, graph)
+
+    def export(self, path: str | Path) -> None:
+        """Write the plan used last for others to look at; the end of the name says what for.
+
+        `snapshot.pickle`: PyTorch's memory viewer, planned and as it is. `trace.json`: Perfetto. `policy.json`:
+        selective checkpointing (`rewriter.selective.context_fn`).
+        """
+        write_export(path, self.solution)
 
     def prove(self, batch: Any, *, steps: int = 1) -> Verification:
         """Run your own step and the planned one from the state of now, and compare every bit; nothing is changed.
@@ -159,19 +178,35 @@ class CheckpointedStep:
     # -- forms ----------------------------------------------------------------------------------------------
 
     def _form_for(self, batch: Any) -> Form:
-        wrong: list[str] = []
-        for form in self._forms:
-            mismatches = form.mismatches(batch)
-            if not mismatches:
-                self._use(form)
-                return form
-            wrong = wrong or mismatches
+        form, wrong = self._fitting(batch) if self._ranks.size == 1 else self._fitting_all(batch)
+        if form is not None:
+            self._use(form)
+            return form
         self._count_new_numbers()
         self._count_new_entries(batch)
         broken = self._broken(batch)
         self._turns.note(broken, batch)
         self._say_why(wrong)
-        return self.prepare(batch, like=self._forms[0] if broken else None)
+        turned = any(self._ranks.gathered("looking for a form", bool(broken)))
+        return self.prepare(batch, like=self._forms[0] if turned else None)
+
+    def _fitting(self, batch: Any) -> tuple[Form | None, list[str]]:
+        """The form that fits this batch; where there is none, why the one used last does not."""
+        wrong: list[str] = []
+        for form in self._forms:
+            mismatches = form.mismatches(batch)
+            if not mismatches:
+                return form, []
+            wrong = wrong or mismatches
+        return None, wrong
+
+    def _fitting_all(self, batch: Any) -> tuple[Form | None, list[str]]:
+        """The same where ranks step together: a form is one of all of them, as each sees it."""
+        mismatches = [form.mismatches(batch) for form in self._forms]
+        fits = self._ranks.fits_all([not one for one in mismatches])
+        if any(fits):
+            return self._forms[fits.index(True)], []
+        return None, mismatches[0] or ["another rank has a batch or a model that its last step was not planned for"]
 
     def _broken(self, batch: Any) -> list[BrokenAssumption]:
         """The reads by which the last form alone does not fit, if it is only them."""
@@ -217,12 +252,47 @@ class CheckpointedStep:
     def prepare(self, batch: Any, *, like: Form | None = None) -> Form:
         """Capture, measure, plan, rewrite and prove for `batch`; OverBudget before anything is changed.
 
-        Another way through the same step may take what `like`, its first one, was given.
+        A share is one of the first batch's step; a smaller batch may take as much. Another way through the same step
+        may take what `like`, its first one, was given. Another shape takes its times and its plan from those before it,
+        unless it turns out to need more memory than that said.
         """
         settings = self._settings
+        # Ranks may know other shapes, and measure together or not at all.
+        form = self._prepared(batch, like, known=self._measured if self._ranks.size == 1 else ())
+        if form.ready.is_scaled and self._over_bytes(form, batch) > 0:
+            log.info("measured after all, because it needs more than the times and sizes of other shapes said")
+            form = self._prepared(batch, like, known=())
+        self._warn_if_over(form)
+        if is_share(settings.budget):
+            self._given_bytes = self._given_bytes or form.limit.nbytes
+        if not form.ready.is_scaled:
+            self._measured = [form.ready.graph, *self._measured][:MOST_MEASURED]
+        self._forms = kept(
+            [form, *self._forms],
+            lambda form: form.ready.planned_on,  # the same on all ranks
+            most=settings.most_shapes,
+            most_bytes=settings.most_forms_bytes,
+        )
+        self._reserve_for(form)
+        return form
+
+    def _reserve_for(self, form: Form) -> None:
+        """Where it was asked for, hold one piece of the GPU that is large enough for this form's steps."""
+        if self._settings.reserve is Reserve.NOTHING:
+            return
+        graph, schedule, device = form.ready.graph, form.solution.schedule, self._workload.device
+        assert schedule is not None
+        advice = better_without(form.solution)
+        if advice:
+            warnings.warn(advice, UserWarning, stacklevel=4)
+        self._reserved_bytes = reserve_arena(graph, schedule, device, held_bytes=self._reserved_bytes)
+
+    def _prepared(self, batch: Any, like: Form | None, *, known: Sequence[Graph]) -> Form:
+        settings = self._settings
+        least_bytes = max(self._given_bytes, like.limit.nbytes if like else 0)
         ready = prepare(
             self._workload._replace(batch=batch),
-            [settings.budget, *([like.limit.nbytes] if like else [])],
+            [settings.budget, *([least_bytes] if least_bytes else [])],
             liberties=Liberties(
                 free_gradients=settings.free_gradients,
                 early_updates=settings.early_updates,
@@ -231,36 +301,63 @@ class CheckpointedStep:
             in_place=settings.in_place,
             audited=settings.verify_steps > 0,
             show_progress=settings.show_progress,
+            cache=settings.cache,
+            ranks=self._ranks,
+            access=settings.access,
+            known=known,
         )
-        limit, solution = self._solved(ready, least_bytes=like.limit.nbytes if like else 0)
+        with self._ranks.together("planning the step"):
+            limit, solution = self._solved(ready, least_bytes=least_bytes)
         assert solution.schedule is not None
         ready = replace(ready, workload=self._workload)  # which does not keep the batch alive
-        form = Form(ready=ready, solution=solution, limit=limit, planned=ready.replayed(solution.schedule))
-        form = self._proven_at_first(form, batch)
-        self._forms.insert(0, form)
-        del self._forms[settings.most_shapes :]
-        return form
+        with self._ranks.together("rewriting the step"):
+            form = Form(ready=ready, solution=solution, limit=limit, planned=ready.replayed(solution.schedule))
+        agree(self._ranks, "the sequence of collectives", form.planned.collectives, otherwise=ANOTHER_SEQUENCE)
+        with self._ranks.together("proving the planned step"):
+            return self._proven_at_first(form, batch)
 
     # -- plans ----------------------------------------------------------------------------------------------
 
     def _solved(self, ready: ReadyStep, *, least_bytes: int) -> tuple[Limit, Solution]:
-        settings, given = self._settings, self._given(ready.graph)
+        settings, given = self._settings, self._given(ready.planned_on)
         keeps_all = ready.as_it_is and (given is None or given.keeps_all)
         limit = limit_of(ready, settings.budget, in_place=settings.in_place, keeps_all=keeps_all)
         if limit.nbytes < least_bytes:
+            least_bytes += limit.elsewhere_bytes
             limit = limit_of(ready, least_bytes, in_place=settings.in_place, keeps_all=keeps_all)
-        problem = limit.problem(ready.graph, time_limit_s=settings.time_limit_s, in_place=settings.in_place)
-        solution = solve(problem, given) if given else solve_if_needed(problem, settings.strategy, label=settings.label)
-        if solution.status is not Status.FITS:
-            raise over_budget(solution, limit.nbytes, limit.margin_bytes)
-        return limit, solution
+        problem = limit.problem(ready.planned_on, time_limit_s=settings.time_limit_s, in_place=settings.in_place)
+        if settings.access is not None:
+            problem = settings.access.offered_in(problem)
+        problem = replace(problem, reserves_ahead=settings.reserve is Reserve.ARENA)
+        if ready.ranks.size == 1:
+            solution = self._answer(problem, given)
+        else:
+            solution = self._answer_of_all(ready, limit, problem, given)
+        return limit, overlapped(_fitting_solution(solution, limit), ready.planned_on)
 
-    def _given(self, graph: Graph) -> _Given | None:
+    def _answer(self, problem: Problem, given: GivenPlan | None) -> Solution:
+        if given:
+            return solve(problem, given)
+        earlier = [form.solution for form in self._forms] if self._ranks.size == 1 else []
+        return carried_over(problem, earlier, self._planned_anew)
+
+    def _planned_anew(self, problem: Problem) -> Solution:
+        return self._settings.cache.solved(problem, self._settings.strategy, label=self._settings.label)
+
+    def _answer_of_all(self, ready: ReadyStep, limit: Limit, problem: Problem, given: GivenPlan | None) -> Solution:
+        """Rank 0's answer to a problem that is the same on all ranks, judged by each for its own sizes."""
+
+        def fitting(problem: Problem) -> Solution:
+            return _fitting_solution(self._answer(problem, given), limit)
+
+        return for_own_sizes(answer_of_all(ready.ranks, problem, fitting), ready.graph)
+
+    def _given(self, graph: Graph) -> GivenPlan | None:
         """The plan from the file; a form that turns up later and does not match it is planned like any other."""
         if self._settings.plan_file is None:
             return None
         try:
-            return _Given(Plan.load(self._settings.plan_file, graph))
+            return GivenPlan(Plan.load(self._settings.plan_file, graph))
         except FileFormatError:
             if not self._forms:
                 raise
@@ -272,14 +369,18 @@ class CheckpointedStep:
         steps = self._settings.verify_steps
         if not steps:
             return replace(form, solution=proven(form.solution, None, why_not="verify=False"))
-        if not form.ready.as_it_is:
-            warnings.warn(f"this plan is unproven: {DOES_NOT_FIT}", UserWarning, stacklevel=4)
-            return replace(form, solution=proven(form.solution, None, why_not=DOES_NOT_FIT))
+        reasons = self._ranks.gathered("asking for memory to compare in", why_not_proven(form.ready, steps=steps))
+        why_not = next(filter(None, reasons), "")
+        if why_not:
+            warnings.warn(f"this plan is unproven: {why_not}", UserWarning, stacklevel=4)
+            return replace(form, solution=proven(form.solution, None, why_not=why_not))
         return self._with_proof(form, batch, steps=steps)
 
     def _proven(self, form: Form, batch: Any, *, steps: int) -> Verification:
         """A proof of the form in use, noted in it."""
-        self._forms[0] = self._with_proof(form, batch, steps=steps)
+        with self._ranks.together("proving the planned step"):
+            self._forms[0] = self._with_proof(form, batch, steps=steps)
+        self._warn_if_over(self._forms[0])
         assert self._forms[0].verification is not None
         return self._forms[0].verification
 
@@ -287,13 +388,23 @@ class CheckpointedStep:
         found = form.ready.proof(form.planned, form.solution, batch, steps=steps)
         if not found.exact:
             raise VerificationError(
-                f"the planned step differs from yours: {found}. Nothing was changed. {form.ready.other_path} "
+                f"the planned step differs from yours: {found}. Nothing was changed. "
                 "Does the step keep state of its "
                 f"own from call to call{_told(form.ready.traced.convention.guards.changes)}? Then pass that in the "
                 "batch, or use checkpoint_model(model, budget=...). If not, please report it with the model and "
                 "optimizer; until then checkpoint(..., in_place=False) or another strategy may help"
             )
-        over_bytes = form.ready.graph.start_bytes + found.measured_peak_bytes - form.limit.nbytes
+        return replace(form, verification=found, solution=proven(form.solution, found))
+
+    def _over_bytes(self, form: Form, batch: Any) -> int:
+        """By how much a form was, or now is, measured over its budget."""
+        found = form.verification
+        peak = form.planned.seen(batch, steps=1).peak_bytes if found is None else found.measured_peak_bytes
+        return form.ready.graph.start_bytes + peak - form.limit.nbytes
+
+    def _warn_if_over(self, form: Form) -> None:
+        found = form.verification
+        over_bytes = 0 if found is None else self._over_bytes(form, None)
         if over_bytes > 0:
             warnings.warn(
                 f"the planned step was measured at {human_bytes(over_bytes)} over the budget of "
@@ -301,25 +412,14 @@ class CheckpointedStep:
                 UserWarning,
                 stacklevel=5,
             )
-        return replace(form, verification=found, solution=proven(form.solution, found))
+
+
+def _fitting_solution(solution: Solution, limit: Limit) -> Solution:
+    """The solution itself; OverBudget where it does not fit."""
+    if solution.status is not Status.FITS:
+        raise over_budget(solution, limit.nbytes, limit.margin_bytes, elsewhere_bytes=limit.elsewhere_bytes)
+    return solution
 
 
 def _told(changes: Sequence[Change]) -> str:
     return f" (it changed {'; '.join(map(str, changes[:3]))})" if changes else ""
-
-
-class _Given:
-    """A plan made elsewhere, offered as if it were thought of now."""
-
-    name: ClassVar[str] = "plan file"
-
-    def __init__(self, plan: Plan) -> None:
-        # A bound is proven for the times of one graph, and times are measured anew in every run.
-        self._plan = replace(plan, lower_bound_us=None, bound_class=None)
-
-    @property
-    def keeps_all(self) -> bool:
-        return not self._plan.evictions
-
-    def plan(self, problem: Problem) -> Plan:
-        return self._plan

@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from planner import synthetic
 from planner.analysis import cannot_drop
 from planner.errors import NoPlan
+from planner.host_link import HostLink
 from planner.ir import Graph, Rerun
 from planner.plan import Plan
 from planner.schedule import lower
@@ -31,6 +33,7 @@ from planner.synthetic import Network, batch_norm, dropout, relu
 _ASKED: dict[tuple[Strategy, str], list[tuple[Problem, Plan]]] = {}
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of what the unplanned step adds to its start
 TIME_LIMIT_S = 10.0
+LINK = HostLink.of(0.05, latency_us=0.5)  # 50 bytes a µs: about what the ops of these steps make
 
 
 class StrategyConformance:
@@ -77,7 +80,7 @@ class StrategyConformance:
             problem = _problem(graph, share=2.0, in_place=in_place)
             solution = solve(problem, strategy)
             assert solution.timeline is not None, f"no plan where everything fits: {solution.reason}"
-            assert solution.timeline.recompute_us == 0, f"recomputes for {_label(problem)}, where everything fits"
+            assert solution.timeline.extra_us == 0, f"takes time for {_label(problem)}, where everything fits"
             assert solution.status is Status.FITS, solution.reason
 
     def test_a_tiny_budget_gives_its_best_plan_or_a_reason(self, strategy: Strategy, graph: Graph) -> None:
@@ -99,7 +102,7 @@ class StrategyConformance:
             if plan.lower_bound_us is None:
                 assert plan.bound_class is None, "a class of schedules without the bound that holds for it"
                 continue
-            cost = problem.timeline(plan).recompute_us
+            cost = problem.timeline(plan).extra_us
             assert plan.bound_class is not None, "a bound without the class of schedules that it holds for"
             assert 0 <= plan.lower_bound_us <= cost * (1 + 1e-9) + 1e-6, (
                 f"a bound of {plan.lower_bound_us} µs, but the plan recomputes in {cost} µs"
@@ -118,6 +121,15 @@ class StrategyConformance:
         )
         assert solution.schedule is not None
         assert all(run.into is None for run in solution.schedule.runs)
+
+    def test_with_a_host_link_its_plan_can_be_carried_out_too(self, strategy: Strategy, graph: Graph) -> None:
+        for host_budget_bytes in (None, 150, 0):
+            problem = replace(_problem(graph, share=0.6), host_link=LINK, host_budget_bytes=host_budget_bytes)
+            solution = solve(problem, strategy)  # which refuses a bound above the plan's own time
+            if solution.timeline is None:
+                continue
+            moved = solution.timeline.host_peak_bytes
+            assert host_budget_bytes is None or moved <= host_budget_bytes, f"{moved} bytes on a host with less room"
 
     def test_only_the_judge_sets_the_status(self, strategy: Strategy, graph: Graph) -> None:
         for problem, plan in _proposals(strategy, graph):

@@ -11,8 +11,8 @@ from planner.errors import BudgetError, NoPlan
 from planner.ir import Graph
 from planner.plan import Plan, recompute_once
 from planner.solve import Problem
-from strategies.ilp.moments import Work
 from strategies.ilp.search import Ilp, Search
+from strategies.ilp.shared_work import Work
 from strategies.ilp.smallest import smallest_peak
 from strategies.mutwo.greedy import curve
 

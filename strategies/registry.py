@@ -28,6 +28,7 @@ _BUILT_IN = {
     "sqrtn": "strategies.sqrtn:SqrtN",
     "cheap": "strategies.cheap:Cheap",
     "ilp": "strategies.ilp.search:Ilp",
+    "offload_only": "strategies.offload_only:OffloadOnly",
     "auto": "strategies.auto:Auto",
 }
 

@@ -2,18 +2,25 @@
 
 import gc
 import os
+import signal
 
+import pytest
 from hypothesis import settings
 
 # Small models lose time with more threads, bits never depend on them then, and two workers share two cores. Set before
 # torch is first imported, and so that the processes which tests start keep to it as well.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# What runs in the background of a shell is told to ignore interrupts, and so would be the processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
 
 
-def pytest_collection_finish():
-    """What the imports made stays to the end: the collector need not look through it again at every capture."""
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect():
+    """What is there when a file's tests begin stays: the collector need not look through it again at every capture."""
     gc.collect()
     gc.freeze()

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from planner.analysis import candidates
+from planner.analysis import candidates, movable
+from planner.host_link import HostLink
+from planner.incremental import Incremental
 from planner.ir import Graph, Phase, Rerun, Role
+from planner.placement import Move
 from planner.synthetic import Network, batch_norm, dropout
 
 _KINDS = (
@@ -105,3 +108,27 @@ def networks_with_drops(draw: st.DrawFn, max_layers: int = 12) -> tuple[Graph, l
     free = candidates(graph)
     chosen = draw(st.integers(0, 2 ** len(free) - 1))
     return graph, [s for i, s in enumerate(free) if chosen >> i & 1]
+
+
+@st.composite
+def networks_with_moves(draw: st.DrawFn, max_layers: int = 12) -> tuple[Graph, Incremental, tuple[Move, ...]]:
+    """A random network, a state that drops some of its activations, and others moved between any valid boundaries."""
+    graph, dropped = draw(networks_with_drops(max_layers))
+    state = Incremental(graph, dropped, in_place=draw(st.booleans()))
+    moves = []
+    for storage in movable(graph):
+        after, need = state.freed_after(storage), state.need(storage)
+        if state.is_dropped(storage) or need <= after or not draw(st.booleans()):
+            continue
+        gone = draw(st.integers(after + 1, need))
+        back = draw(st.integers(gone, need))
+        moves.append(Move(storage, graph.storages[storage].nbytes, after, need, gone, back))
+    return graph, state, tuple(moves)
+
+
+def links() -> st.SearchStrategy[HostLink]:
+    """Links from hopeless to instant for graphs of so few bytes."""
+    speeds = st.sampled_from((1e5, 1e6, 1e7, 1e9))
+    return st.builds(
+        HostLink, out_bytes_per_s=speeds, in_bytes_per_s=speeds, latency_us=st.sampled_from((0.0, 0.5, 20.0))
+    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 from planner.analysis import candidates
+from planner.host_link import HostLink
 from planner.ir import Graph, Rerun
 from planner.plan import Plan, recompute_once
-from planner.schedule import Free, Run, RunKind, Schedule, lower
+from planner.schedule import COPY_IN, COPY_OUT, Free, Launch, Run, RunKind, Schedule, Wait, lower
 
 
 def naive_bytes(graph: Graph, schedule: Schedule) -> list[int]:
@@ -18,7 +19,10 @@ def naive_bytes(graph: Graph, schedule: Schedule) -> list[int]:
         extra = 0
         if isinstance(step, Free):
             live.remove(step.storage)
-        else:
+        elif isinstance(step, Launch):
+            assert (step.storage in live) == (step.lane == COPY_OUT)
+            live.add(step.storage)
+        elif isinstance(step, Run):
             op = graph.ops[step.op]
             extra = op.workspace_bytes
             live -= {step.into}
@@ -31,6 +35,40 @@ def naive_bytes(graph: Graph, schedule: Schedule) -> list[int]:
                 extra += graph.storages[op.rng_state].nbytes  # the generator's own state, kept aside meanwhile
         totals.append(sum(graph.storages[s].nbytes for s in live) + extra)
     return totals
+
+
+def naive_host_bytes(graph: Graph, schedule: Schedule) -> list[int]:
+    """Bytes held on the host after every step."""
+    host, totals = set(), []
+    for step in schedule.steps:
+        if isinstance(step, Launch) and step.lane == COPY_OUT:
+            assert step.storage not in host
+            host.add(step.storage)
+        if isinstance(step, Wait) and step.lane == COPY_IN:
+            host.remove(step.storage)
+        totals.append(sum(graph.storages[s].nbytes for s in host))
+    return totals
+
+
+def naive_end_us(graph: Graph, schedule: Schedule, link: HostLink | None) -> float:
+    """When a schedule ends: the longest path through its steps, where a copy follows its launch and its lane."""
+    ends: list[float] = [0.0]  # of the steps, each after the one before
+    copies: dict[tuple, float] = {}
+    for i, step in enumerate(schedule.steps):
+        end = ends[-1]
+        if isinstance(step, Run):
+            end += graph.ops[step.op].time_us
+        if isinstance(step, Launch):
+            assert link is not None
+            before = [s for s in schedule.steps[:i] if isinstance(s, Launch) and s.lane == step.lane]
+            ready = max(end, copies[step.lane, before[-1].storage, len(before) - 1] if before else 0.0)
+            speed = link.out_bytes_per_s if step.lane == COPY_OUT else link.in_bytes_per_s
+            took = link.latency_us + 1e6 * graph.storages[step.storage].nbytes / speed
+            copies[step.lane, step.storage, len(before)] = ready + took
+        if isinstance(step, Wait):
+            end = max(end, [us for (lane, s, _), us in copies.items() if (lane, s) == (step.lane, step.storage)][-1])
+        ends.append(end)
+    return ends[-1]
 
 
 class Execution:
@@ -48,14 +86,45 @@ class Execution:
         self.saved_draws: dict[int, int] = {}
         self.original: dict[int, tuple] = {}  # op -> the terms of its inputs and outputs at its original run
         self.rerun_terms: list[tuple[int, tuple]] = []
+        self.leaving: dict[int, tuple] = {}  # storage being copied out -> its terms and version
+        self.host: dict[int, tuple] = {}
+        self.coming: dict[int, tuple] = {}
 
     def run(self, schedule: Schedule) -> Execution:
         for step in schedule.steps:
             if isinstance(step, Free):
+                assert step.storage not in self.leaving, "freed while it is copied"
                 self._forget(step.storage)
+            elif isinstance(step, Launch):
+                self._launch(step)
+            elif isinstance(step, Wait):
+                self._wait(step)
             else:
                 self._run(step)
+        assert not {**self.leaving, **self.host, **self.coming}, "left on the host, or on the way"
         return self
+
+    def _launch(self, step: Launch) -> None:
+        storage = step.storage
+        if step.lane == COPY_OUT:
+            held = {v: self.terms[v] for v in self.graph.values_in[storage] if v in self.terms}
+            assert held, "nothing to copy"
+            self.leaving[storage] = (held, self.version.get(storage, ()))
+        else:
+            self.coming[storage] = self.host.pop(storage)
+
+    def _wait(self, step: Wait) -> None:
+        storage = step.storage
+        if step.lane == COPY_OUT:
+            # Views made while it was copied are made of the same bytes: they come back too.
+            held, version = self.leaving.pop(storage)
+            assert version == self.version.get(storage, ()), "written to while it was copied"
+            later = {v: self.terms[v] for v in self.graph.values_in[storage] if v in self.terms}
+            self.host[storage] = ({**held, **later}, version)
+        else:
+            held, version = self.coming.pop(storage)
+            assert version == self.version.get(storage, ()), "written to while it was away"
+            self.terms.update(held)
 
     def _forget(self, storage: int) -> None:
         held = [v for v in self.graph.values_in[storage] if v in self.terms]
@@ -130,3 +199,70 @@ def brute_force_optimum(graph: Graph, budget_bytes: int, *, in_place: bool = Tru
 
 def unplanned(graph: Graph, *, in_place: bool = True) -> Schedule:
     return lower(graph, Plan(), in_place=in_place)
+
+
+class NaiveAllocator:
+    """PyTorch's caching allocator as lists that are searched from end to end, for both kinds of segments.
+
+    A segment is a list of [bytes, owner]; owner None is free. `held` are the bytes of all segments.
+    """
+
+    def __init__(self, *, expandable: bool) -> None:
+        self.expandable = expandable
+        self.segments: list[tuple[bool, list[list]]] = []
+
+    def allocate(self, owner: int, nbytes: int) -> None:
+        size = max(512, (nbytes + 511) // 512 * 512)
+        small = size <= 2**20
+        segment, place = self._smallest(size, small) or self._new(size, small)
+        rest = segment[place][0] - size
+        segment[place] = [segment[place][0], owner]
+        if rest >= 512 and (small or self.expandable or rest > 2**20):
+            segment[place] = [size, owner]
+            segment.insert(place + 1, [rest, None])
+
+    def free(self, owner: int) -> None:
+        for _, segment in self.segments:
+            for piece in segment:
+                if piece[1] == owner:
+                    piece[1] = None
+            merged: list[list] = []
+            for piece in segment:
+                if merged and merged[-1][1] is None and piece[1] is None:
+                    merged[-1][0] += piece[0]
+                else:
+                    merged.append(piece)
+            segment[:] = merged
+
+    def _smallest(self, size: int, small: bool) -> tuple[list[list], int] | None:
+        fitting = []
+        for number, (pool, segment) in enumerate(self.segments):
+            for place, (nbytes, owner) in enumerate(segment):
+                can_grow = self.expandable and place == len(segment) - 1
+                if pool is small and owner is None and nbytes >= size:
+                    fitting.append((can_grow, nbytes, number, place, segment))
+        best = min(fitting, key=lambda f: f[:4], default=None)
+        return None if best is None else (best[4], best[3])
+
+    def _new(self, size: int, small: bool) -> tuple[list[list], int]:
+        if not self.expandable:
+            large = 20 * 2**20 if size < 10 * 2**20 else (size + 2**21 - 1) // 2**21 * 2**21
+            self.segments.append((small, [[2 * 2**20 if small else large, None]]))
+            return self.segments[-1][1], 0
+        mine = [segment for pool, segment in self.segments if pool is small]
+        if not mine:
+            mine = [[]]
+            self.segments.append((small, mine[0]))
+        segment, page = mine[0], (2 if small else 20) * 2**20
+        if not segment or segment[-1][1] is not None:
+            segment.append([0, None])
+        segment[-1][0] += (size - segment[-1][0] + page - 1) // page * page
+        return segment, len(segment) - 1
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(nbytes for _, segment in self.segments for nbytes, _ in segment)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(nbytes for _, segment in self.segments for nbytes, owner in segment if owner is not None)

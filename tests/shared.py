@@ -11,8 +11,7 @@ from planner.schedule import Schedule
 from planner.simulator import simulate
 from profiler.measuring.op_times import measure
 from profiler.measuring.restoring import Touched
-from profiler.tracing.audit import OpSeen
-from profiler.tracing.whole_step import TracedStep, capture, traced_ops
+from profiler.tracing.whole_step import TraceAgain, TracedStep, capture, trace_again
 from profiler.workload import Workload
 from rewriter.replay import apply
 from tests.side_by_side import Make, assert_same, eager, history, measured_peak, seeded
@@ -40,8 +39,8 @@ class Case:
         return self.capture()
 
     @cache  # noqa: B019 - cases live as long as the process
-    def ops_of_second_trace(self, **options: Any) -> tuple[OpSeen, ...]:
-        return traced_ops(Workload(*self.workload), **options)
+    def second_trace(self, **options: Any) -> TraceAgain:
+        return trace_again(Workload(*self.workload), **options)
 
     @cached_property
     def traced(self) -> TracedStep:
@@ -94,12 +93,12 @@ def remembered_capture(*workload: Any, **options: Any) -> TracedStep:
     return case.capture(**options)
 
 
-def remembered_ops(workload: Workload, **options: Any) -> tuple[OpSeen, ...]:
-    """`traced_ops`, but a case's second trace is not made a third time."""
+def remembered_again(workload: Workload, **options: Any) -> TraceAgain:
+    """`trace_again`, but a case's second trace is not made a third time."""
     case = _case_with(workload)
     if case is None or case.captured.convention.check(case.batch):
-        return traced_ops(workload, **options)
-    return case.ops_of_second_trace(**options)
+        return trace_again(workload, **options)
+    return case.second_trace(**options)
 
 
 def _case_with(workload: tuple[Any, ...]) -> Case | None:

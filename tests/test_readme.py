@@ -205,7 +205,7 @@ MADE_UP = {"my_card.toml", "largest_first.py"}
 def _below(folder: Path) -> list[Path]:
     """The room and what is in it; for a page about all rooms, those of all."""
     rooms = [ROOT / room for room in ROOMS] if folder == ROOT else [folder]
-    return [*rooms, *(path for room in rooms for path in room.iterdir() if path.is_dir())]
+    return [*rooms, *(path for room in rooms for path in room.rglob("*") if path.is_dir())]
 
 
 def test_the_first_page_can_be_read_in_a_few_minutes():

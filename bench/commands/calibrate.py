@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from bench.commands.options import (
+    add_planning,
     add_rows_out,
     add_workload,
     budgets,
     names_a_workload,
-    seconds,
     strategy_specs,
     workload,
 )
@@ -22,9 +22,7 @@ HELP = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    parser.add_argument("--strategy", default="mutwo,ilp", help="as for `python -m bench`")
-    parser.add_argument("--budget", default="70%,50%", help="as for `python -m bench`")
-    parser.add_argument("--time-limit", type=seconds, default=3.0, help="seconds a strategy may take (default 3)")
+    add_planning(parser, strategy="mutwo,ilp", budget="70%,50%", time_limit_s=3.0)
     add_rows_out(parser)
 
 

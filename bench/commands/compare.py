@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.commands.options import (
     LIBERTIES,
     WORKLOAD,
+    add_host_links,
     add_liberties,
     add_workload,
     batches,
@@ -15,6 +17,8 @@ from bench.commands.options import (
     check_folder,
     check_writable,
     given_graphs,
+    host_links,
+    one,
     positive,
     refuse_together,
     seconds,
@@ -23,6 +27,9 @@ from bench.commands.options import (
     workload,
 )
 from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from rewriter.moving import HostAccess
 
 HELP = """\
 Compare recomputation strategies: peak memory and time against the plain step.
@@ -54,11 +61,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="all",
         metavar="NAMES",
-        help="also what users would pick instead, each in a process of its own; with parts of names and commas, "
-        "'selective,Hugging Face', only these",
+        help="also the planned model (checkpoint_model) and what users would pick instead, each in a process of its "
+        "own; with parts of names and commas, 'selective,planned model', only these",
     )
     parser.add_argument(
         "--batches", type=batches, help="4,8,16: peak and latency against batch size, for one strategy and budget"
+    )
+    add_host_links(parser)
+    parser.add_argument(
+        "--offload-dir", type=Path, help="folder that a model on the CPU moves tensors to (default: that of --out)"
     )
     parser.add_argument("--graph", type=Path, help="plan on a saved graph (graph.json of `profile`) instead of a model")
     parser.add_argument("--synthetic", help="plan on made-up graphs: chain, tower, unet, transformer, resnet-like, ...")
@@ -85,6 +96,7 @@ def check_options(options: argparse.Namespace) -> None:
         refuse_together(options, graph, others, "a graph is planned on as it is, and nothing is run")
     refuse_together(options, "--model", ["--import"], "train one of them")
     refuse_together(options, "--batches", ["--batch"], "the one is a list of the other")
+    refuse_together(options, "--batches", ["--host-link"], "a sweep plans without the host")
     refuse_together(options, "--batches", ["--peers"], "peers are measured at one batch, so say --batch with them")
 
 
@@ -100,9 +112,9 @@ def _compare_graphs(options: argparse.Namespace, specs: list[str], limits: list[
     from bench.experiments.results_file import save_rows
     from bench.show.tables import graph_caption, print_comparison
 
-    rows = []
+    rows, links = [], host_links(options)
     for graph in given_graphs(options):
-        found = compare_graph(graph, specs, limits, time_limit_s=options.time_limit)
+        found = compare_graph(graph, specs, limits, time_limit_s=options.time_limit, links=links)
         rows += found
         print_comparison(found, title=f"{graph.name}: strategies compared", caption=graph_caption(found))
     if options.json is not None:
@@ -131,28 +143,45 @@ def _compare_model(options: argparse.Namespace, specs: list[str], limits: list[s
     from bench.experiments.comparison.run import compare_model
 
     check_folder(options.out)
+    trained = workload(options, default=DEFAULT_BATCH_AND_IMAGE)
     compare_model(
-        workload(options, default=DEFAULT_BATCH_AND_IMAGE),
+        trained,
         specs,
         limits,
         pairs=options.pairs,
         time_limit_s=options.time_limit,
         out=options.out,
         json_file=options.json,
-        peers=_peers(options.peers),
+        peers=_peers(options.peers, limits),
+        access=_access(options, trained.device),
     )
     return 0
 
 
-def _peers(text: str | None) -> list[str]:
+def _access(options: argparse.Namespace, device: str) -> HostAccess | None:
+    """The host that a model's plans may use: one link, or what is measured here."""
+    import torch
+
+    from rewriter.moving import HostAccess
+
+    if options.host_link is None:
+        if options.offload_dir is not None:
+            raise PlannerError("--offload-dir without --host-link: say how fast the way there is, or 'measure'")
+        return None
+    link = one("host-link", split_commas(options.host_link))
+    return HostAccess.of(link, options.offload_dir or options.out, None, torch.device(device))
+
+
+def _peers(text: str | None, limits: list[str]) -> list[str]:
     """The peers whose names hold one of the pieces; a piece that no name holds is told before any work."""
     if text is None:
         return []
-    from bench.workloads.peers import PEERS
+    from bench.workloads.peers import peer_names
 
+    names = peer_names(limits)
     if text == "all":
-        return list(PEERS)
+        return names
     for piece in split_commas(text):
-        if not any(piece in name for name in PEERS):
-            raise PlannerError(f"no peer has {piece!r} in its name: there are {'; '.join(PEERS)}")
-    return [name for name in PEERS if any(piece in name for piece in split_commas(text))]
+        if not any(piece in name for name in names):
+            raise PlannerError(f"no peer has {piece!r} in its name: there are {'; '.join(names)}")
+    return [name for name in names if any(piece in name for piece in split_commas(text))]

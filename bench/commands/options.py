@@ -14,6 +14,7 @@ from planner.extras import needs_extra
 from planner.units import read_budget
 
 if TYPE_CHECKING:
+    from planner.host_link import HostLink
     from planner.ir import Graph
 
 # What to train, and what its planned form may do: none of them has a default, so that a given one can be told.
@@ -61,6 +62,36 @@ def add_liberties(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--early-updates", action="store_true", help="update each parameter as soon as its gradient is complete"
     )
+
+
+def add_planning(parser: argparse.ArgumentParser, *, strategy: str, budget: str, time_limit_s: float) -> None:
+    """Who plans, within what, in which time, with a command's own defaults."""
+    parser.add_argument("--strategy", default=strategy, help=f"as for `python -m bench` (default {strategy})")
+    default = budget.replace("%", "%%")
+    parser.add_argument("--budget", default=budget, help=f"as for `python -m bench` (default {default})")
+    parser.add_argument(
+        "--time-limit",
+        type=seconds,
+        default=time_limit_s,
+        help=f"seconds a strategy may take (default {time_limit_s:g})",
+    )
+
+
+def add_host_links(parser: argparse.ArgumentParser) -> None:
+    """The ways to the host that plans may use, each beside what is done without."""
+    parser.add_argument(
+        "--host-link",
+        metavar="GB/S",
+        help="also plans that move tensors to the host, at 24 GB/s each way, or 24/12 out and in; several with commas "
+        "for graphs, 'measure' for a model",
+    )
+
+
+def host_links(options: argparse.Namespace) -> list[HostLink]:
+    """The links named, each one that can be."""
+    from planner.host_link import parse_link
+
+    return [] if options.host_link is None else [parse_link(piece) for piece in options.host_link.split(",")]
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from bench.commands.options import (
     WORKLOAD,
+    add_host_links,
     add_workload,
     budgets,
     check_folder,
     check_writable,
     given_graphs,
+    host_links,
     refuse_together,
     seconds,
     strategy_specs,
@@ -43,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roofline", action="store_true", help="times of a fixed A100-like roofline instead of measured ones"
     )
+    add_host_links(parser)
     parser.add_argument("--graph", type=Path, help="a saved graph (graph.json of `profile`) instead of a model")
     parser.add_argument("--synthetic", help="made-up graphs instead: tower, unet, transformer, layered-300, ...")
     parser.add_argument("--time-limit", type=seconds, default=5.0, help="seconds for each budget (default 5)")
@@ -74,14 +77,14 @@ def run(options: argparse.Namespace) -> int:
     limits = list(BUDGETS) if options.budget is None else budgets(options.budget)
     if options.budget_for is None:
         check_folder(options.out)
-    limit_s = options.time_limit
+    limit_s, links = options.time_limit, host_links(options)
     graphs = _graphs(options)
     if options.budget_for is not None:
         answers = [run_budget_for(graph, options.budget_for, time_limit_s=limit_s) for graph in graphs]
         if options.json is not None:
             save_rows(options.json, BUDGET_FOR, answers)
         return 0
-    found = [run_pareto(graph, specs, limits, time_limit_s=limit_s, out=options.out) for graph in graphs]
+    found = [run_pareto(g, specs, limits, time_limit_s=limit_s, out=options.out, links=links) for g in graphs]
     if options.json is not None:
         save_rows(options.json, PARETO, [row for curve in found for row in curve.rows])
     return 0
@@ -90,7 +93,10 @@ def run(options: argparse.Namespace) -> int:
 def _check_options(options: argparse.Namespace) -> None:
     refuse_together(options, "--graph", ["--synthetic"], "say one of them")
     refuse_together(
-        options, "--budget-for", ["--budget", "--strategy"], "ilp searches the budget for the overhead; leave that out"
+        options,
+        "--budget-for",
+        ["--budget", "--strategy", "--host-link"],
+        "ilp searches the budget for the overhead; leave that out",
     )
     for graph in ("--graph", "--synthetic"):
         refuse_together(options, graph, [*WORKLOAD, "--roofline"], "a graph has its own sizes and times")

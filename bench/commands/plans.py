@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from bench.commands.options import (
+    add_host_links,
+    add_planning,
     add_rows_out,
     add_workload,
     budgets,
+    host_links,
     names_a_workload,
-    seconds,
     strategy_specs,
     workload,
 )
@@ -24,9 +26,8 @@ BUDGETS = "90%,70%,50%,40%,30%"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
-    parser.add_argument("--strategy", default=STRATEGIES, help=f"as for `python -m bench` (default {STRATEGIES})")
-    parser.add_argument("--budget", default=BUDGETS, help="as for `python -m bench`")
-    parser.add_argument("--time-limit", type=seconds, default=12.0, help="seconds a strategy may take (default 12)")
+    add_planning(parser, strategy=STRATEGIES, budget=BUDGETS, time_limit_s=12.0)
+    add_host_links(parser)
     add_rows_out(parser)
 
 
@@ -36,5 +37,5 @@ def run(options: argparse.Namespace) -> int:
     specs, limits = strategy_specs(options.strategy), budgets(options.budget)
     named = names_a_workload(options)
     cases = model_cases([workload(options)] if named else MODELS, limits, options.time_limit)
-    run_plans(cases if named else [*cases, *layered_cases()], specs, out=options.rows_file)
+    run_plans(cases if named else [*cases, *layered_cases()], specs, out=options.rows_file, links=host_links(options))
     return 0

@@ -10,7 +10,7 @@ from bench.experiments.experiment import Experiment, Results
 from bench.experiments.plans.rows import compare_graph
 from bench.experiments.profiling import draw_step
 from bench.experiments.registry import load
-from bench.show.exports import write_planned
+from bench.show.exports import write_arena, write_planned
 from bench.show.file_names import slug
 from bench.show.pipeline_figure import draw_pipeline
 from bench.show.tables import markdown
@@ -36,12 +36,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_tables(folder: Path = RESULTS) -> list[Path]:
-    """Write NAME.md, and figures where its kind has any, for every results file NAME.json in `folder`.
+    """Write NAME.md, and figures where its kind has any, for every results file NAME.json in `folder` or `devices`.
 
     A folder in it with a graph.json, as `profile` leaves them, gets the figures of that step and of a plan for it.
     """
     written: list[Path] = []
-    for source in sorted(folder.glob("*.json")):
+    for source in sorted([*folder.glob("*.json"), *folder.glob("devices/*.json")]):
         experiment, results = load(source)
         page = source.with_suffix(".md")
         page.write_text(page_of(experiment, results), encoding="utf-8")
@@ -58,11 +58,13 @@ def _draw_steps(folder: Path) -> list[Path]:
 
 
 def _draw_planned(out: Path, graph: Graph, strategy: str = "mutwo", budget: str = "50%") -> list[Path]:
-    """Before and after on one axis, and the plan; none where the budget cannot be met."""
+    """Before and after on one axis, the plan, and the arenas of both; none where the budget cannot be met."""
     (row,) = compare_graph(graph, [strategy], [budget], time_limit_s=10.0)
     if row.solution.status is not Status.FITS:
         return []
-    return write_planned(out, [(f"{strategy}, {budget}", row.solution)], suffix=f"_{strategy}_{slug(budget)}")
+    name = f"{strategy}, {budget}"
+    written = write_planned(out, [(name, row.solution)], suffix=f"_{strategy}_{slug(budget)}")
+    return [*written, write_arena(out / "arena.png", row.solution, name=name)]
 
 
 def page_of(experiment: Experiment[Any], results: Results[Any]) -> str:

@@ -130,7 +130,7 @@ def _timed(spec: WorkloadSpec) -> tuple[float, float, ReadyStep]:
     """Seconds of capturing, seconds of measuring, and the step; OutOfMemory if it does not fit as it is."""
     moments: list[float] = []
     ready = prepared(spec, tell=lambda _: moments.append(time.perf_counter()))
-    captures, measures = moments
+    captures, *_, measures = moments
     if not ready.as_it_is:
         raise OutOfMemory(f"{spec.title} does not fit on this machine as it is, so that there is nothing to compare")
     return measures - captures, time.perf_counter() - measures, ready

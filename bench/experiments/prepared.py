@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
-from bench.machine.memory_need import usable_bytes
 from bench.show.terminal import console
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
 from profiler.estimating.roofline import with_roofline_times
-from profiler.measuring.memory import guarded
+from profiler.measuring.memory import guarded, usable_bytes
 from profiler.tracing.whole_step import TracedStep
 from rewriter.pipeline import Liberties, ReadyStep, prepare
 

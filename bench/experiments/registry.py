@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.acceptance import ACCEPTANCE
 from bench.experiments.accuracy import ACCURACY
+from bench.experiments.arena import ARENA
+from bench.experiments.arena_execution import ARENA_EXECUTION
 from bench.experiments.calibration.run import CALIBRATION
 from bench.experiments.comparison.side_by_side import COMPARISON
+from bench.experiments.distributed.rows import DISTRIBUTED
 from bench.experiments.exactness import EXACTNESS
 from bench.experiments.experiment import Experiment, Results
+from bench.experiments.goals import GOALS
 from bench.experiments.large import LARGE
 from bench.experiments.pareto.budget_for import BUDGET_FOR
 from bench.experiments.pareto.run import PARETO
@@ -18,19 +23,26 @@ from bench.experiments.plans.smallest_budgets import SMALLEST_BUDGETS
 from bench.experiments.results_file import load_results
 from bench.experiments.scaled import SCALED
 from bench.experiments.sweep.run import SWEEP
+from bench.experiments.zoo.run import ZOO
 
 EXPERIMENTS: tuple[Experiment[Any], ...] = (
+    ACCEPTANCE,
     ACCURACY,
+    ARENA,
+    ARENA_EXECUTION,
     BUDGET_FOR,
     CALIBRATION,
     COMPARISON,
+    DISTRIBUTED,
     EXACTNESS,
+    GOALS,
     LARGE,
     PARETO,
     PLANS,
     SCALED,
     SMALLEST_BUDGETS,
     SWEEP,
+    ZOO,
 )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from bench.fit.report import Option
+from planner.allocator import held
 from planner.ir import Graph
 from planner.scaling import Scaling
 from planner.schedule import Schedule
@@ -22,6 +25,17 @@ LARGEST_BATCH = 2**20
 Costs = Sequence[tuple[OpCost | None, OpCost | None]]
 
 
+class Cost(NamedTuple):
+    """What a schedule costs at a batch."""
+
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    moved_bytes: int
+    communication_us: float
+    hidden_us: float
+
+
 class SizedStep:
     """A step's graphs on one device by batch size, and what a schedule costs at each."""
 
@@ -30,6 +44,7 @@ class SizedStep:
         self._scaling = scaling
         self._costs = costs
         self._graphs: dict[int, Graph] = {}
+        self._costs_of: dict[tuple[int, int], Cost] = {}
         self._options: dict[tuple[int, int], Option] = {}
 
     @staticmethod
@@ -53,15 +68,48 @@ class SizedStep:
             self._graphs[batch] = with_costs(self._scaling.at(batch), costs, self.device)
         return self._graphs[batch]
 
+    def cost(self, batch: int, schedule: Schedule) -> Cost:
+        """What `schedule` costs at `batch`, whoever hands out the memory."""
+        key = (batch, id(schedule))
+        if key not in self._costs_of:
+            found = simulate(self.graph(batch), replace(schedule, link=self.device.host_link))
+            self._costs_of[key] = Cost(
+                found.peak_bytes,
+                found.time_us,
+                found.overhead,
+                found.moved_bytes,
+                found.communication_us,
+                found.hidden_us,
+            )
+        return self._costs_of[key]
+
     def option(self, batch: int, schedule: Schedule) -> Option:
-        """What `schedule` costs at `batch`."""
+        """The same, with what the device's allocator holds for it."""
         key = (batch, id(schedule))
         if key not in self._options:
-            found = simulate(self.graph(batch), schedule)
+            cost, allocator = self.cost(batch, schedule), self.device.allocator
+            needed = cost.peak_bytes
+            if allocator is not None:
+                needed = held(self.graph(batch), schedule, allocator=allocator).reserved_bytes
             self._options[key] = Option(
-                batch=batch, peak_bytes=found.peak_bytes, step_us=found.time_us, overhead=found.overhead
+                batch=batch,
+                peak_bytes=cost.peak_bytes,
+                needed_bytes=needed,
+                step_us=cost.time_us,
+                overhead=cost.overhead,
+                moved_bytes=cost.moved_bytes,
+                communication_us=cost.communication_us,
+                hidden_us=cost.hidden_us,
             )
         return self._options[key]
+
+    def fits(self, batch: int, schedule: Schedule, budget_bytes: int) -> bool:
+        """Whether the device's allocator holds it in so many bytes; not asked where more than that lives at once."""
+        if self.device.host_link is None and schedule.moves:
+            return False
+        if self.cost(batch, schedule).peak_bytes > budget_bytes:
+            return False
+        return self.option(batch, schedule).needed_bytes <= budget_bytes
 
 
 class Book:
@@ -76,8 +124,9 @@ class Book:
 
     def best(self, step: SizedStep, batch: int, budget_bytes: int) -> Option | None:
         """The fastest that fits the budget, of those known."""
-        options = (step.option(batch, schedule) for schedule in self.schedules)
-        return min((o for o in options if o.peak_bytes <= budget_bytes), key=lambda o: o.step_us, default=None)
+        fastest = sorted(self.schedules, key=lambda schedule: step.cost(batch, schedule).time_us)
+        found = next((s for s in fastest if step.fits(batch, s, budget_bytes)), None)
+        return None if found is None else step.option(batch, found)
 
 
 def largest(fits: Callable[[int], bool]) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from profiler.backend import backend_for
 from profiler.tracing.whole_step import TracedStep
 
 T = TypeVar("T")
@@ -18,28 +19,23 @@ T = TypeVar("T")
 class Clock:
     """Wall-clock seconds of calls; a GPU has finished before each one starts and before it counts as done.
 
-    `api` is torch.cuda, or a stand-in of it in tests.
+    `api` is a stand-in of torch.cuda in tests.
     """
 
-    def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
-        self._device = device
-        self._api = api
+    def __init__(self, device: torch.device, api: Any = None) -> None:
+        self._backend = backend_for(device, api)
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
         """Seconds, and what the call returned."""
-        self._wait()
+        self._backend.synchronize()
         started = time.perf_counter()
         result = call()
-        self._wait()
+        self._backend.synchronize()
         return time.perf_counter() - started, result
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Seconds; what the call returns is let go after the clock has stopped."""
         return self.timed(call)[0]
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            self._api.synchronize(self._device)
 
 
 def gradients_put_back(traced: TracedStep) -> Callable[[], None]:

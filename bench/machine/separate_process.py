@@ -31,9 +31,16 @@ class SeparateProcessError(PlannerError):
 
 
 def in_separate_process(
-    call: Callable[..., T], *arguments: object, what: str, env: Mapping[str, str] | None = None
+    call: Callable[..., T],
+    *arguments: object,
+    what: str,
+    env: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
 ) -> T:
-    """`call(*arguments)` of a module's function in a process of its own; `env` is added to ours."""
+    """`call(*arguments)` of a module's function in a process of its own; `env` is added to ours.
+
+    SeparateProcessError where it fails, is killed, or takes longer than `limit_s`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "call", Path(folder) / "answer"
         asked.write_bytes(pickle.dumps((call, arguments)))
@@ -41,7 +48,13 @@ def in_separate_process(
         command = [sys.executable, "-P", "-m", __name__, str(asked), str(answered)]
         ours = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         added = {"PYTHONPATH": ours, **(env or {})}
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **added}, check=False)
+        surroundings = {**os.environ, **added}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=surroundings, check=False, timeout=limit_s
+            )
+        except subprocess.TimeoutExpired:
+            raise SeparateProcessError(what, f"not done after {limit_s:.0f} s") from None
         if not answered.exists():
             raise SeparateProcessError(what, _why_it_died(done.returncode, done.stderr))
         result, reason = pickle.loads(answered.read_bytes())

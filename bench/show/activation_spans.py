@@ -1,13 +1,13 @@
-"""The plan itself: when each activation is in memory, what is dropped, and where it is computed again."""
+"""The plan itself: when each activation is in memory, what is dropped or moved, and how it comes back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.show.schedule_table import Executed, Kind
 from bench.show.tables import aligned
-from planner.analysis import candidates
+from planner.analysis import candidates, movable
 from planner.explain import Choice
 from planner.ir import Graph
 from planner.units import human_bytes
@@ -15,11 +15,12 @@ from planner.units import human_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of time in which an activation is in memory; `recomputed` if a rerun made it."""
+    """A stretch of time in which an activation is in memory; `recomputed` or `brought` if it was there before."""
 
     start_ms: float
     end_ms: float
     recomputed: bool
+    brought: bool
     made_before: str  # the op of the step that a recomputation serves; "" for the first making
 
 
@@ -35,8 +36,13 @@ class Lifeline:
 
 
 def lifelines(graph: Graph, runs: Sequence[Executed], *, most: int | None = None) -> list[Lifeline]:
-    """The largest activations that a plan may drop (all, if `most` is None), in the order the forward makes them."""
-    chosen = sorted(candidates(graph), key=lambda s: (-graph.storages[s].nbytes, s))[:most]
+    """The largest activations that a plan may evict (all, if `most` is None), in the order the forward makes them.
+
+    What can only be moved to the host is among them where the plan moves it.
+    """
+    brought = {storage for run in runs for storage in run.brought}
+    offered = {*candidates(graph), *(s for s in movable(graph) if s in brought)}
+    chosen = sorted(offered, key=lambda s: (-graph.storages[s].nbytes, s))[:most]
     spans = _spans(runs, frozenset(chosen))
     lines = []
     for storage in sorted(chosen, key=lambda s: (graph.maker[s] or 0, s)):
@@ -45,35 +51,43 @@ def lifelines(graph: Graph, runs: Sequence[Executed], *, most: int | None = None
                 name=graph.storage_names[storage],
                 module=graph.ops[graph.maker[storage] or 0].module_path,
                 nbytes=graph.storages[storage].nbytes,
-                choice=Choice.RECOMPUTE if any(span.recomputed for span in spans[storage]) else Choice.KEEP,
+                choice=_choice(spans[storage]),
                 spans=tuple(spans[storage]),
             )
         )
     return lines
 
 
+def _choice(spans: Sequence[Span]) -> Choice:
+    if any(span.brought for span in spans):
+        return Choice.OFFLOAD
+    return Choice.RECOMPUTE if any(span.recomputed for span in spans) else Choice.KEEP
+
+
 def _spans(runs: Sequence[Executed], chosen: frozenset[int]) -> dict[int, list[Span]]:
     spans: dict[int, list[Span]] = {storage: [] for storage in chosen}
-    born: dict[int, Executed] = {}
+    born: dict[int, Span] = {}  # with its end still open
     serves = _served(runs)
     for run in runs:
-        born.update((storage, run) for storage in run.made if storage in chosen)
+        born.update((storage, _made(run, serves)) for storage in run.made if storage in chosen)
         for storage in run.freed:
             if storage in born:
-                spans[storage].append(_span(born.pop(storage), run, serves))
-    for storage, start in born.items():
-        spans[storage].append(_span(start, runs[-1], serves))
+                spans[storage].append(replace(born.pop(storage), end_ms=run.end_us / 1e3))
+        born.update((storage, _brought(run)) for storage in run.brought if storage in chosen)
+    for storage, span in born.items():
+        spans[storage].append(replace(span, end_ms=runs[-1].end_us / 1e3))
     return spans
 
 
-def _span(start: Executed, end: Executed, serves: dict[int, str]) -> Span:
-    again = start.kind is Kind.RECOMPUTE
-    return Span(
-        start_ms=start.start_us / 1e3,
-        end_ms=end.end_us / 1e3,
-        recomputed=again,
-        made_before=serves[start.number] if again else "",
-    )
+def _made(run: Executed, serves: dict[int, str]) -> Span:
+    again, start_ms = run.kind is Kind.RECOMPUTE, run.start_us / 1e3
+    served = serves[run.number] if again else ""
+    return Span(start_ms=start_ms, end_ms=start_ms, recomputed=again, brought=False, made_before=served)
+
+
+def _brought(run: Executed) -> Span:
+    start_ms = run.end_us / 1e3
+    return Span(start_ms=start_ms, end_ms=start_ms, recomputed=False, brought=True, made_before="")
 
 
 def _served(runs: Sequence[Executed]) -> dict[int, str]:
@@ -103,4 +117,7 @@ def plan_text(lines: Sequence[Lifeline], *, title: str) -> str:
     size = human_bytes(sum(line.nbytes for line in dropped))
     total = human_bytes(sum(line.nbytes for line in lines))
     head = f"{title}\n{len(dropped)} of {len(lines)} activations are dropped and computed again: {size} of {total}"
+    moved = [line for line in lines if line.choice is Choice.OFFLOAD]
+    if moved:
+        head += f"; {len(moved)} are moved to the host: {human_bytes(sum(line.nbytes for line in moved))}"
     return f"{head}\n\n{aligned([COLUMNS, *(lifeline_cells(line) for line in lines)])}\n"

@@ -15,10 +15,10 @@ FILLS = {Kind.FORWARD: "#e3f1e6", Kind.BACKWARD: "#fbe6da", Kind.OPTIMIZER: "#e8
 def dot_text(graph: Graph, runs: Sequence[Executed]) -> str:
     """The executed sequence as a DOT graph: a node per run, an edge per value read, a cluster per module.
 
-    Runs whose output is dropped for a while have a dashed border.
+    Runs whose output is dropped, or on the host, for a while have a dashed border.
     """
     lines = [f"digraph {_quoted(graph.name)} {{", '  node [shape=box, style=filled, fontname="sans-serif"];']
-    dropped = {storage for run in runs for storage in run.dropped}
+    dropped = {storage for run in runs for storage in (*run.dropped, *run.moved)}
     by_module = sorted(runs, key=lambda run: (run.op.module_path, run.number))
     for number, (module, members) in enumerate(groupby(by_module, key=lambda run: run.op.module_path)):
         inside = [_dot_node(run, dashed=bool(dropped & set(run.made))) for run in members]

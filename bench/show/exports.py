@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.show.activation_spans import lifelines, plan_text
+from bench.show.arena_figure import draw_arena, picture
 from bench.show.dot import dot_text
 from bench.show.graph_page import page
 from bench.show.memory_figures import curve, draw_memory, unplanned_curve
@@ -51,6 +52,16 @@ def write_planned(out: Path, fitting: Sequence[tuple[str, Solution]], *, suffix:
     draw_memory(path, curves, title=title, budget_bytes=problem.budget_bytes)
     best = min((solution for _, solution in fitting), key=lambda solution: solution.overhead or 0.0)
     return [path, *write_plan(out, best, suffix=suffix)]
+
+
+def write_arena(path: Path, solution: Solution, *, name: str) -> Path:
+    """Where everything that the step makes would lie in one piece of memory, as it is and planned."""
+    graph = solution.problem.graph
+    assert solution.schedule is not None
+    unplanned = unplanned_schedule(graph, in_place=solution.problem.in_place)
+    pictures = [picture(graph, unplanned, label="as it is"), picture(graph, solution.schedule, label=name)]
+    draw_arena(path, pictures, title=f"{graph.name}: one piece of memory for all that the step makes")
+    return path
 
 
 def write_plan(out: Path, solution: Solution, *, suffix: str = "") -> list[Path]:

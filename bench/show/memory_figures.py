@@ -13,7 +13,7 @@ from planner.ir import Graph, Phase
 from planner.schedule import Schedule, unplanned_schedule
 from planner.simulator import Timeline, bytes_by_role, simulate, unplanned
 from planner.units import human_bytes
-from planner.walk import Freed, Ran, walk
+from planner.walk import Freed, Launched, Ran, Waited, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def curve(graph: Graph, schedule: Schedule, timeline: Timeline, *, label: str) -
         steps=tuple(position for position, _ in runs),
         rerun_ms=tuple(_joined([(ran.start_us / 1e3, ran.end_us / 1e3) for _, ran in runs if ran.again])),
         borders=tuple(_borders(graph, [ran for _, ran in runs if not ran.again])),
-        peak_ms=next((ran.start_us / 1e3 for position, ran in runs if position == timeline.peak_step), 0.0),
+        peak_ms=next((ran.start_us / 1e3 for position, ran in runs if position >= timeline.peak_step), 0.0),
         peak_bytes=timeline.peak_bytes,
     )
 
@@ -54,8 +54,8 @@ def _runs(graph: Graph, schedule: Schedule) -> list[tuple[int, Ran]]:
         match event:
             case Ran():
                 runs.append((position, event))
-            case Freed():
-                pass  # takes no time of its own
+            case Freed() | Launched() | Waited():
+                pass  # no run of its own: a wait shows as the time until the next
             case _:
                 assert_never(event)
     return runs

@@ -12,7 +12,13 @@ from bench.show.axes import axes_for
 from bench.show.memory_figures import Curve, shade_phases
 from planner.units import human_bytes
 
-SPAN_COLORS = {"kept": "#4c72b0", "dropped": "#55a868", "recomputed": "#dd8452"}
+SPAN_COLORS = {
+    "kept": "#4c72b0",
+    "dropped": "#55a868",
+    "recomputed": "#dd8452",
+    "moved to the host": "#8172b3",
+    "brought": "#c44e9a",
+}
 
 
 def draw_plan(path: Path, lines: Sequence[Lifeline], line: Curve, *, title: str) -> None:
@@ -27,24 +33,29 @@ def draw_plan(path: Path, lines: Sequence[Lifeline], line: Curve, *, title: str)
             axes.axhline(last + 0.5, color="#bbbbbb", lw=0.6)
             axes.text(1.008, (first + last) / 2, name, va="center", fontsize=8, transform=axes.get_yaxis_transform())
         axes.set(xlabel="time in the planned step (ms)", title=title, xlim=(0, line.ms[-1]))
-        axes.legend(handles=_plan_legend(), loc="upper center", bbox_to_anchor=(0.45, -0.55 / (0.2 * len(lines) + 1)),
-                    ncols=4, frameon=False, fontsize=9)  # fmt: skip
+        moving = any(span.brought for life in lines for span in life.spans)
+        below = (0.45, -0.55 / (0.2 * len(lines) + 1))
+        axes.legend(handles=_plan_legend(moving=moving), loc="upper center", bbox_to_anchor=below, ncols=4,
+                    frameon=False, fontsize=9)  # fmt: skip
 
 
 def _draw_lifeline(axes: Any, y: int, life: Lifeline) -> None:
     for before, after in pairwise(life.spans):
         axes.plot([before.end_ms, after.start_ms], [y, y], color="#999999", lw=0.8, ls=":")
     for span in life.spans:
-        color = SPAN_COLORS["recomputed" if span.recomputed else life.choice.value]
+        again = "recomputed" if span.recomputed else "brought" if span.brought else life.choice.value
+        color = SPAN_COLORS[again]
         axes.plot([span.start_ms, span.end_ms], [y, y], color=color, lw=4.5, solid_capstyle="butt")
         if span.recomputed:
             axes.plot([span.start_ms], [y], marker=">", color="#8c3b0c", ms=5, mew=0)
 
 
-def _plan_legend() -> list[Any]:
+def _plan_legend(*, moving: bool) -> list[Any]:
     from matplotlib.lines import Line2D
 
     texts = {"kept": "kept", "dropped": "dropped after its last forward use", "recomputed": "in memory again"}
+    if moving:
+        texts |= {"moved to the host": "moved to the host after it", "brought": "back, or on its way"}
     bars: list[Any] = [Line2D([], [], color=SPAN_COLORS[key], lw=4.5, label=text) for key, text in texts.items()]
     return [*bars, Line2D([], [], color="#8c3b0c", marker=">", ls="none", label="recomputed here")]
 

@@ -12,7 +12,7 @@ from planner.ir import Graph, Op, Phase
 from planner.schedule import Schedule
 from planner.solve import Solution
 from planner.units import human_bytes
-from planner.walk import Freed, Ran, walk
+from planner.walk import Freed, Launched, Ran, Waited, walk
 
 
 class Kind(Enum):
@@ -29,7 +29,11 @@ _KINDS = {Phase.FORWARD: Kind.FORWARD, Phase.BACKWARD: Kind.BACKWARD, Phase.OPTI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executed:
-    """One run of an op. `dropped` are those of `freed` that a later run makes again."""
+    """One run of an op, with what follows it up to the next.
+
+    `dropped` are those of `freed` that a later run makes again, `moved` those that come back from the host; `brought`
+    are the storages for which memory is taken again after this run, since their way back begins.
+    """
 
     number: int
     op: Op
@@ -38,8 +42,10 @@ class Executed:
     made: tuple[int, ...]  # storages that became resident
     freed: tuple[int, ...]
     dropped: tuple[int, ...]
+    moved: tuple[int, ...]
+    brought: tuple[int, ...]
     made_bytes: int
-    after_bytes: int  # live once it and its frees are done
+    after_bytes: int  # live once it and what follows it are done
 
     @property
     def name(self) -> str:
@@ -48,56 +54,60 @@ class Executed:
 
     @property
     def end_us(self) -> float:
-        return self.start_us + self.op.time_us
+        return self.start_us + (0.0 if self.op.waits else self.op.time_us)
 
 
 def executed(graph: Graph, schedule: Schedule) -> list[Executed]:
     """Every run of a schedule, in order."""
     groups = _groups(graph, schedule)
-    return _with_drops([_executed(graph, number, ran, frees) for number, (ran, frees) in enumerate(groups, 1)])
+    return _with_drops([_executed(graph, number, ran, rest) for number, (ran, rest) in enumerate(groups, 1)])
 
 
-def _groups(graph: Graph, schedule: Schedule) -> list[tuple[Ran, list[Freed]]]:
-    """Each run with what is freed right after it."""
-    groups: list[tuple[Ran, list[Freed]]] = []
+def _groups(graph: Graph, schedule: Schedule) -> list[tuple[Ran, list[Freed | Launched | Waited]]]:
+    """Each run with what follows it up to the next."""
+    groups: list[tuple[Ran, list[Freed | Launched | Waited]]] = []
     for event in walk(graph, schedule):
         match event:
             case Ran():
                 groups.append((event, []))
-            case Freed():
+            case Freed() | Launched() | Waited():
                 groups[-1][1].append(event)
             case _:
                 assert_never(event)
     return groups
 
 
-def _executed(graph: Graph, number: int, ran: Ran, frees: Sequence[Freed]) -> Executed:
+def _executed(graph: Graph, number: int, ran: Ran, rest: Sequence[Freed | Launched | Waited]) -> Executed:
     return Executed(
         number=number,
         op=ran.op,
         kind=Kind.RECOMPUTE if ran.again else _KINDS[ran.op.phase],
         start_us=ran.start_us,
         made=ran.made,
-        freed=(*(free.step.storage for free in frees), *ran.freed),
+        freed=(*(storage for event in rest for storage in event.freed), *ran.freed),
         dropped=(),
+        moved=(),
+        brought=tuple(storage for event in rest for storage in event.made),
         made_bytes=sum(graph.storages[s].nbytes for s in ran.made),
-        after_bytes=frees[-1].live_bytes if frees else ran.live_bytes,
+        after_bytes=rest[-1].live_bytes if rest else ran.live_bytes,
     )
 
 
 def _with_drops(runs: Sequence[Executed]) -> list[Executed]:
     """The same runs, each told which of its frees come back."""
-    again: set[int] = set()
+    again: dict[int, bool] = {}  # storage -> whether it is from the host that it comes next
     marked = []
     for run in reversed(runs):
-        dropped = tuple(s for s in run.freed if s in again)
-        again |= set(run.made)
-        marked.append(_marked(run, dropped))
+        again.update(dict.fromkeys(run.brought, True))
+        dropped = tuple(s for s in run.freed if again.get(s) is False)
+        moved = tuple(s for s in run.freed if again.get(s) is True)
+        again.update(dict.fromkeys(run.made, False))
+        marked.append(_marked(run, dropped, moved))
     return marked[::-1]
 
 
-def _marked(run: Executed, dropped: tuple[int, ...]) -> Executed:
-    return replace(run, dropped=dropped) if dropped else run
+def _marked(run: Executed, dropped: tuple[int, ...], moved: tuple[int, ...]) -> Executed:
+    return replace(run, dropped=dropped, moved=moved) if dropped or moved else run
 
 
 # -- as text ------------------------------------------------------------------------------------------------------
@@ -106,7 +116,7 @@ COLUMNS = ("step", "op", "kind", "module", "makes", "live after", "frees")
 
 
 def sequence_cells(graph: Graph, run: Executed) -> tuple[str, ...]:
-    """A run as text, in the order of COLUMNS; what is dropped to come back stands in brackets."""
+    """A run as text, in the order of COLUMNS; what goes and comes back stands in brackets."""
     return (
         str(run.number),
         run.name,
@@ -114,20 +124,33 @@ def sequence_cells(graph: Graph, run: Executed) -> tuple[str, ...]:
         run.op.module_path,
         human_bytes(run.made_bytes) if run.made else "",
         human_bytes(run.after_bytes),
-        " ".join(freed_names(graph, run)),
+        " ".join((*freed_names(graph, run), *brought_names(graph, run))),
     )
 
 
 def freed_names(graph: Graph, run: Executed) -> list[str]:
-    """What is freed after a run; in brackets what will be computed again."""
-    names = ((graph.storage_names[s].replace(" ", "_"), s in run.dropped) for s in run.freed)
-    return [f"[{name}]" if dropped else name for name, dropped in names]
+    """What is freed after a run; in brackets what will be computed again, in braces what is on the host."""
+    return [_freed_name(graph.storage_names[s].replace(" ", "_"), s, run) for s in run.freed]
+
+
+def _freed_name(name: str, storage: int, run: Executed) -> str:
+    if storage in run.moved:
+        return f"{{{name}}}"
+    return f"[{name}]" if storage in run.dropped else name
+
+
+def brought_names(graph: Graph, run: Executed) -> list[str]:
+    """What begins its way back from the host after a run."""
+    return [f"+{graph.storage_names[s].replace(' ', '_')}" for s in run.brought]
 
 
 def sequence_text(graph: Graph, runs: Sequence[Executed], *, title: str) -> str:
     """The executed sequence as a text table."""
     lines = [COLUMNS, *(sequence_cells(graph, run) for run in runs)]
-    return f"{title}\n[name]: dropped here and computed again later\n\n{aligned(lines)}\n"
+    signs = "[name]: dropped here and computed again later"
+    if any(run.brought for run in runs):
+        signs += "; {name}: on the host from here on; +name: takes memory again, on its way back"
+    return f"{title}\n{signs}\n\n{aligned(lines)}\n"
 
 
 def plan_title(solution: Solution) -> str:

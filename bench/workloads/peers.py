@@ -1,8 +1,11 @@
-"""What users would pick instead of a plan: each changes a model in place, and gives what the step is to call."""
+"""What is compared with planned steps: what users would pick instead, and our own other door, the planned model.
+
+Each changes a model in place, and gives what the step is to call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,9 @@ from torch.utils.checkpoint import (
 )
 
 from planner.errors import PlannerError
+from rewriter import checkpoint_model
+from rewriter.model import WAYS
+from rewriter.ways.common import Kernels
 
 # The repeated blocks of the zoo's models, by class name.
 BLOCKS = frozenset(
@@ -23,6 +29,7 @@ BLOCKS = frozenset(
 )
 SAVED_OPS = ("convolution", "mm", "addmm", "bmm", "_scaled_dot_product")
 PARTITIONER_BUDGETS = (0.8, 0.5, 0.3, 0.1)
+INDUCTOR_BUDGETS = (0.7, 0.5, 0.3)
 
 # Changes a model in place, and gives what the step is to call instead of it.
 Peer = Callable[[nn.Module], nn.Module]
@@ -91,6 +98,21 @@ def partitioner(model: nn.Module, *, budget: float) -> nn.Module:
     return compiled  # type: ignore[no-any-return]
 
 
+def inductor(model: nn.Module, *, budget: float | None = None) -> nn.Module:
+    """torch.compile as it comes, or with a memory budget for what its backward is given."""
+    import torch._functorch.config as functorch_config
+
+    if budget is not None:
+        functorch_config.activation_memory_budget = budget
+    compiled: Any = torch.compile(model)
+    return compiled  # type: ignore[no-any-return]
+
+
+def planned_model(model: nn.Module, *, budget: str, kernels: Kernels) -> nn.Module:
+    """Our own other door: the model planned, the loop around it left alone."""
+    return checkpoint_model(model, budget=budget, kernels=kernels.value)
+
+
 PEERS: dict[str, Peer] = {
     "torch.utils.checkpoint, every block": per_block,
     "torch.utils.checkpoint, every second block": partial(per_block, every=2),
@@ -98,4 +120,30 @@ PEERS: dict[str, Peer] = {
     "checkpoint_sequential, 2 segments a stage": sequential,
     "Hugging Face gradient checkpointing": hugging_face,
     **{f"PyTorch partitioner, budget {b}": partial(partitioner, budget=b) for b in PARTITIONER_BUDGETS},
+    "inductor": inductor,
+    **{f"inductor, memory budget {b}": partial(inductor, budget=b) for b in INDUCTOR_BUDGETS},
 }
+
+# Our own, which take the budgets that steps are planned for; those that a door has a way for.
+PLANNED_MODELS = {
+    name: kernels
+    for name, kernels in (("planned model", Kernels.EAGER), ("planned model + inductor", Kernels.INDUCTOR))
+    if kernels in WAYS
+}
+_BUDGET = ", budget "
+
+
+def peer_names(budgets: Sequence[str]) -> list[str]:
+    """All there are: the model planned for each budget, then what users would pick instead."""
+    return [f"{name}{_BUDGET}{budget}" for name in PLANNED_MODELS for budget in budgets] + list(PEERS)
+
+
+def is_ours(name: str) -> bool:
+    """Whether that is a planned model."""
+    return name.partition(_BUDGET)[0] in PLANNED_MODELS
+
+
+def peer_named(name: str) -> Peer:
+    """The peer of one of `peer_names`."""
+    kind, _, budget = name.partition(_BUDGET)
+    return partial(planned_model, budget=budget, kernels=PLANNED_MODELS[kind]) if is_ours(name) else PEERS[name]

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from bench.workloads.zoo import ZOO, MakeOptimizer, Maker
 from planner.errors import PlannerError
+from profiler.backend import accelerators
 from profiler.tracing.whole_step import TracedStep, capture
 from profiler.workload import Workload
 
@@ -117,21 +118,25 @@ class WorkloadSpec:
         )
 
 
-def torch_device(name: str, api: Any = torch.cuda) -> torch.device:
-    """The device of that name; WorkloadError if it is not there. `api` is torch.cuda, or a stand-in in tests."""
+def torch_device(name: str, api: Any = None) -> torch.device:
+    """The device of that name; WorkloadError if it is not there. `api` is a stand-in of torch.cuda in tests."""
     kind, colon, number = name.partition(":")
     if name == "cpu":
         return torch.device("cpu")
-    if kind != "cuda" or (colon and not number.isdigit()):
-        raise WorkloadError(f"unknown device {name!r}: there are cpu, cuda and cuda:N")
-    if not api.is_available():
+    if kind not in accelerators() or (colon and not number.isdigit()):
+        known = " and ".join(f"{known} and {known}:N" for known in accelerators())
+        raise WorkloadError(f"unknown device {name!r}: there are cpu, {known}")
+    there = api or getattr(torch, kind)
+    if not there.is_available():
         raise WorkloadError(
-            f"--device {name}: this torch ({torch.__version__}) sees no CUDA device; install a CUDA build of torch, "
-            "check `nvidia-smi`, or leave out --device to run on the CPU"
+            f"--device {name}: this torch ({torch.__version__}) sees no {kind.upper()} device; install a "
+            f"{kind.upper()} build of torch, check the driver, or leave out --device to run on the CPU"
         )
-    if number and int(number) >= api.device_count():
-        raise WorkloadError(f"--device {name}: there are {api.device_count()} CUDA devices, counted from cuda:0")
-    return torch.device("cuda", int(number or 0))
+    if number and int(number) >= there.device_count():
+        raise WorkloadError(
+            f"--device {name}: there are {there.device_count()} {kind.upper()} devices, counted from {kind}:0"
+        )
+    return torch.device(kind, int(number or 0))
 
 
 def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, device: torch.device) -> Any:

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
+from planner.allocator import Allocator
 from planner.errors import PlannerError
+from planner.group_link import GroupLink
+from planner.host_link import HostLink
 from profiler.estimating.kinds import OpKind
-from profiler.tracing.gpu_kernels import Target
+from profiler.tracing.fx_graphs.gpu_kernels import Target
 
 GIB = 2**30
 MIB = 2**20
@@ -49,8 +52,9 @@ class Device:
     `arithmetic_share` and `bandwidth_share` are the parts of both rates that are reached; `share_by_kind` multiplies
     them for one kind of op. `new_bytes_per_s` is how fast new memory is had, and `new_large_bytes_per_s` in blocks from
     `large_bytes` on: a CPU's allocator gets those from the system each time, page by page.
-    `block_bytes` is what the allocator rounds each tensor up to. `reserved_bytes` never reach the allocator (error
-    correction, driver, CUDA context, loaded kernels); `fragmentation_share` of the rest lies between tensors unused.
+    `block_bytes` is what the allocator rounds each tensor up to, `allocator` who it is, where that can be simulated.
+    `reserved_bytes` never reach it (error correction, driver, CUDA context, loaded kernels); `fragmentation_share` of
+    the rest is lost beyond what a simulation of it knows of.
     """
 
     name: str
@@ -68,7 +72,10 @@ class Device:
     block_bytes: int = 1
     reserved_bytes: int = 0
     fragmentation_share: float = 0.0
+    allocator: Allocator | None = None
     workspaces: Mapping[OpKind, Workspace] = field(default_factory=dict)
+    host_link: HostLink | None = None  # what is counted on of the way to the memory beside it
+    group_link: GroupLink | None = None  # and of the way to the next device of the same server
     source: str = ""
 
     @property
@@ -125,14 +132,21 @@ A100 = Device(
 ARITHMETIC_SHARE = 0.6
 # Elementwise kernels on large tensors reach 75-90% of the datasheet's bandwidth.
 BANDWIDTH_SHARE = 0.8
+# Copies from pinned memory reach 75-90% of what PCI Express can carry.
+HOST_LINK_SHARE = 0.8
+# NCCL itself counts on 235 of an A100's 300 GB/s each way (src/graph/tuning.cc).
+GROUP_LINK_SHARE = 0.78
+# What a step of a ring takes over PCI Express, and what every collective takes to begin, by the same file.
+GROUP_LATENCY_US = 5.7
+GROUP_START_US = 8.4
 # The shortest kernel, from one start to the next; a host too slow to keep the queue full costs more.
 LAUNCH_US = 3.0
 # A CUDA context with the kernels of PyTorch, cuBLAS and cuDNN loaded.
 CONTEXT_BYTES = GIB // 2
-# PyTorch's caching allocator rounds each tensor to 512 B. It takes memory from the driver in segments (2 MiB for small
-# tensors, 20 MiB up to 10 MiB, above that multiples of 2 MiB) and splits them; what lies unused between is this share.
+# PyTorch's caching allocator rounds each tensor to 512 B. What lies unused between its blocks is simulated (see
+# planner/allocator.py); this share is for what no simulation knows of: memory that libraries take when first used.
 BLOCK_BYTES = 512
-FRAGMENTATION_SHARE = 0.05
+FRAGMENTATION_SHARE = 0.01
 # PyTorch's own cuBLAS workspace (":4096:2:16:8").
 CUBLAS_WORKSPACE_BYTES = 8 * MIB + 128 * 2**10
 
@@ -166,8 +180,11 @@ def find_device(name_or_path: str) -> Device:
 
     These may follow: tf32_tflops, float16_tflops, bfloat16_tflops (left out: at float32's rate, and no flash
     attention without the last), launch_us, arithmetic_share, bandwidth_share, reserved_gib, fragmentation_share,
-    block_bytes, matmul_workspace_mib, convolution_workspace_share, source. Left out, they are what is allowed for
-    every CUDA device. In place of reserved_gib, seen_gib may say how much of the memory the driver shows to programs.
+    block_bytes, matmul_workspace_mib, convolution_workspace_share, host_link_gb_per_s (each way; without it nothing is
+    moved to the host), host_link_share, group_link_gb_per_s (each way, to the next device of the same server; without
+    it there is no estimate for several), group_link_share, group_latency_us, source. Left out, they are what is allowed
+    for every CUDA device. In place of reserved_gib, seen_gib may say how much of the memory the driver shows to
+    programs.
     """
     path = Path(name_or_path)
     if path.suffix.lower() == ".toml" or path.is_file():
@@ -229,6 +246,11 @@ _NUMBERS = {
     "fragmentation_share": _Number("a share from 0 to 0.9", 0, 0.9, least_is_allowed=True),
     "block_bytes": _Number("a whole number of at least 1", 1, whole=True, least_is_allowed=True),
     "matmul_workspace_mib": _Number("a number of at least 0", 0, least_is_allowed=True),
+    "host_link_gb_per_s": _Number(_ABOVE_ZERO, 0),
+    "host_link_share": _Number(_SHARE, 0, 1),
+    "group_link_gb_per_s": _Number(_ABOVE_ZERO, 0),
+    "group_link_share": _Number(_SHARE, 0, 1),
+    "group_latency_us": _Number("a number of at least 0", 0, least_is_allowed=True),
     "convolution_workspace_share": _Number("a number of at least 0", 0, least_is_allowed=True),
 }
 _TEXTS = {"name": True, "source": False}  # whether it is needed
@@ -293,9 +315,26 @@ def _built(given: Mapping[str, Any], *, source: str) -> Device:
         block_bytes=given.get("block_bytes", BLOCK_BYTES),
         reserved_bytes=min(memory_bytes, _reserved_bytes(given)),
         fragmentation_share=given.get("fragmentation_share", FRAGMENTATION_SHARE),
+        allocator=Allocator.CACHING,
         workspaces=workspaces,
+        host_link=_host_link(given),
+        group_link=_group_link(given),
         source=given.get("source", source),
     )
+
+
+def _host_link(given: Mapping[str, Any]) -> HostLink | None:
+    if "host_link_gb_per_s" not in given:
+        return None
+    return HostLink.of(given["host_link_gb_per_s"] * given.get("host_link_share", HOST_LINK_SHARE))
+
+
+def _group_link(given: Mapping[str, Any]) -> GroupLink | None:
+    if "group_link_gb_per_s" not in given:
+        return None
+    reached = given["group_link_gb_per_s"] * given.get("group_link_share", GROUP_LINK_SHARE)
+    latency_us = given.get("group_latency_us", GROUP_LATENCY_US)
+    return GroupLink.of(reached, latency_us=latency_us, start_us=GROUP_START_US)
 
 
 def _reserved_bytes(given: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from profiler.ops import argument, base_name, fresh, is_random, overload, tensors_of, written
-from profiler.tracing.optimizers import OpaqueStep
+from profiler.tracing.updates.optimizers import OpaqueStep
 
 
 class OpKind(Enum):

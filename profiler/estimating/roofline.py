@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from planner.group_link import with_group_link
 from planner.ir import Graph, Op, Timing, TimingKind
 from planner.scaling import along
 from planner.schedule import unplanned_schedule
@@ -45,11 +46,15 @@ def estimated(step: TracedStep, device: Device) -> Graph:
 
 
 def with_costs(graph: Graph, costs: Sequence[OpCost | None], device: Device) -> Graph:
-    """`graph` as `device` is expected to run it, where these are the costs of its ops; None is a view."""
+    """`graph` as `device` is expected to run it, where these are the costs of its ops; None is a view.
+
+    What several of them do together takes what their link allows, where it is known.
+    """
     ops = tuple(op if cost is None else cost.op_on(device, op) for op, cost in zip(graph.ops, costs, strict=True))
     storages = tuple(replace(s, nbytes=device.rounded(s.nbytes)) for s in graph.storages)
     timing = Timing(kind=TimingKind.ESTIMATED, device=device.name)
-    return replace(graph, ops=ops, storages=storages, timing=timing).validate()
+    found = replace(graph, ops=ops, storages=storages, timing=timing).validate()
+    return found if device.group_link is None else with_group_link(found, device.group_link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.allocator import Allocator
 from planner.errors import PlannerError
+from profiler.backend import backend_for, free_caches
+from profiler.measuring.handed_out import handed_out_bytes
+from profiler.tracing.ranks.torch_distributed import local
 
 T = TypeVar("T")
 
@@ -44,83 +45,67 @@ def guarded(what: str, call: Callable[[], T]) -> T:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     # Outside of the handler, where the error no longer holds the frames and their tensors.
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_caches()
     raise OutOfMemory(f"out of memory while {what}: {said}")
 
 
-def available_bytes(device: torch.device, api: Any = torch.cuda, *, root: Path = Path("/")) -> int:
+def available_bytes(device: torch.device, api: Any = None, *, root: Path = Path("/")) -> int:
     """What can still be allocated there: on a GPU free and cached memory, on the CPU what the system would give.
 
-    `api` is torch.cuda, or a stand-in of it in tests; `root` is where the system's files are.
+    `api` is a stand-in of torch.cuda in tests; `root` is where the system's files are.
     """
-    if device.type == "cuda":
-        free, _ = api.mem_get_info(device)
-        return int(free + api.memory_reserved(device) - api.memory_allocated(device))
-    _return_freed()
-    found = (_system_bytes(root), _group_bytes(root))
-    return min((n for n in found if n is not None), default=_physical_bytes())
+    return backend_for(device, api, root=root).available_bytes()
 
 
-def _return_freed() -> None:
-    """Give the system what glibc keeps of freed memory: gigabytes after a large step, which would count as taken."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+def allocator_of(device: torch.device, api: Any = None) -> Allocator | None:
+    """Who hands out the device's memory, where it is one that can be simulated; on the CPU nobody holds what is freed.
+
+    `api` is a stand-in of torch.cuda in tests.
+    """
+    return backend_for(device, api).allocator()
 
 
-def _physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+# A process needs more than its tensors, and workspaces are not known before they are measured: this share of what is
+# available stays out of reach. On the CPU, who takes the last of it is killed without a word.
+HEADROOM = 0.15
 
 
-def _system_bytes(root: Path) -> int | None:
-    """Linux's own estimate of what can be had without swapping."""
-    file = root / "proc/meminfo"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+def usable_bytes(device: torch.device) -> int:
+    """What may be taken of the memory that is available there."""
+    return int((1 - HEADROOM) * available_bytes(device))
 
 
-def _group_bytes(root: Path) -> int | None:
-    """What the limit of a container leaves, cached files that it can let go included; None without a limit."""
-    group = root / "sys/fs/cgroup"
-    for limit, used, cached in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        most, now = (_number(group / name) for name in (limit, used))
-        if most is not None and now is not None:
-            return max(0, most - now + _entry((group / limit).with_name("memory.stat"), cached))
-    return None
-
-
-def _entry(file: Path, name: str) -> int:
-    """A number of a file of names and numbers; 0 where it is not there."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
-
-
-def _number(file: Path) -> int | None:
-    text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-    return int(text) if text.isdigit() else None
-
-
-def live_bytes(device: torch.device, *, without: Iterable[Tensor], api: Any = torch.cuda) -> int:
+def live_bytes(
+    device: torch.device, *, without: Iterable[Tensor], without_memory: Collection[int] = (), api: Any = None
+) -> int:
     """What tensors hold on a device now, those that share memory with `without` left out.
 
-    On the CPU, where no allocator tells, every tensor that Python knows of is counted.
+    On the CPU, where no allocator tells, every tensor that Python knows of is counted, but for those whose storages are
+    `without_memory`.
     """
-    known = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in without if t.layout == torch.strided}
-    if device.type == "cuda":
-        return int(api.memory_allocated(device) - sum(known.values()))
+    parts = [local(t) for t in without if t.layout == torch.strided]
+    known: dict[int, int] = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    counted = backend_for(device, api).allocated_bytes()
+    if counted is not None:
+        return counted - sum(known.values())
     seen: dict[int, int] = {}
     for found in gc.get_objects():
         if issubclass(type(found), Tensor) and type(found).__module__.partition(".")[0] == "torch":
             _count(found, device, seen)
-    return sum(nbytes for key, nbytes in seen.items() if key not in known)
+    return sum(nbytes for key, nbytes in seen.items() if key not in known and key not in without_memory)
+
+
+def allocation_mark(device: torch.device, api: Any = None) -> int | None:
+    """A number that grows by what tensors on a device grow by, if not by more, and is cheap; None where nobody tells.
+
+    `api` is a stand-in of torch.cuda in tests.
+    """
+    counted = backend_for(device, api).allocated_bytes()
+    return handed_out_bytes() if counted is None else counted
 
 
 def _count(tensor: Tensor, device: torch.device, seen: dict[int, int]) -> None:
     if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or tensor.device != device:
         return
-    storage = tensor.untyped_storage()
+    storage = local(tensor).untyped_storage()  # of a distributed tensor what is here
     seen[storage._cdata] = storage.nbytes()

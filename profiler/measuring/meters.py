@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd.profiler import profile, record_function
+
+from profiler.backend import backend_for
 
 T = TypeVar("T")
 
@@ -28,6 +31,20 @@ class MemorySample:
     before_bytes: int
     peak_bytes: int
     after_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What lies between two marks of a watch: bytes as in a sample, and how long it took."""
+
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+    time_us: float
+
+
+def _rises(spans: list[Span]) -> list[int]:
+    return [span.peak_bytes - span.before_bytes for span in spans]
 
 
 class Stopwatch(Protocol):
@@ -64,16 +81,21 @@ class Meter(Protocol):
 class Watch(Protocol):
     """A look at the allocator that began when it was made."""
 
+    is_cut: bool  # whether it has ended where no other may begin at once
+
     def mark(self) -> None:
         """A new span begins."""
 
     def end(self) -> list[int]:
         """By how much memory rose at most above what it was at the beginning of each span."""
 
+    def spans(self) -> list[Span]:
+        """The same end, with all that is known of each span; bytes are counted from when the watch was made."""
+
 
 def meter_for(device: torch.device) -> Meter:
     """The meter of the device that a model lies on."""
-    return CudaMeter(torch.cuda, device) if device.type == "cuda" else CpuMeter()
+    return backend_for(device).meter()
 
 
 # -- CPU ------------------------------------------------------------------------------------------------------
@@ -92,43 +114,87 @@ class CpuMeter:
 
     @contextmanager
     def memory_probe(self) -> Iterator[CpuProbe]:
+        _close_left_open()
         with profile(use_cpu=True, use_kineto=True, profile_memory=True) as session:
             probe = CpuProbe()
             yield probe
         probe.read(session.kineto_results.events())
 
     def watch(self) -> CpuWatch | None:
+        if threading.current_thread() is not threading.main_thread():
+            return None  # a profiler is its thread's, and one that ends takes no leave
+        _close_left_open()
         return None if torch.autograd._profiler_enabled() else CpuWatch()  # type: ignore[attr-defined]
+
+
+_open: list[CpuWatch] = []  # at most one
+_left_open: list[CpuWatch] = []  # watches of the main thread that another one wanted to end
+
+
+def is_watched_elsewhere() -> bool:
+    """Whether a watch of the main thread is open, and this is another: a profiler that began here would end it all."""
+    return bool(_open) and threading.current_thread() is not threading.main_thread()
+
+
+def _close_left_open() -> None:
+    """End them, in the thread whose they are."""
+    while _left_open and threading.current_thread() is threading.main_thread():
+        _left_open.pop().spans()
 
 
 class CpuWatch:
     """The allocator's events from a beginning to an end that lie in different places of the caller's code.
 
-    It must not end inside of a backward: the engine would put the profiler's state back.
+    It must not end inside of a backward: the engine would put the profiler's state back. Where it ends inside of a
+    record that began under it (Dynamo puts one around each call of what it compiled), the end of that record is written
+    to memory that is freed by then, if a profiler runs at that moment: so no other watch may begin there.
     """
 
     _MARK = "profiler.watch."
+    _END = "profiler.watch_ends"
 
     def __init__(self) -> None:
+        self.is_cut = False
         self._session = profile(use_cpu=True, use_kineto=True, profile_memory=True)
         self._session.__enter__()  # type: ignore[no-untyped-call]
+        _open.append(self)
+        self._began_ns = time.time_ns()
 
     def mark(self) -> None:
         with record_function(self._MARK):
             pass
 
     def end(self) -> list[int]:
+        return _rises(self.spans())
+
+    def spans(self) -> list[Span]:
+        if threading.current_thread() is not threading.main_thread():
+            _left_open.append(self)
+            return []
+        ended_ns = time.time_ns()  # the clock of the profiler's events
+        with record_function(self._END):
+            pass
         self._session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _open.clear()
         assert self._session.kineto_results is not None
         events = self._session.kineto_results.events()
+        ends = [e for e in events if e.name() == self._END]
+        if not ends:  # somebody else's profiler began and ended meanwhile, and took this one's record with it
+            return []
+        self.is_cut = any(e.start_ns() < ends[0].start_ns() and e.end_ns() > ends[0].end_ns() for e in events)
         marks = sorted(e.start_ns() for e in events if e.name() == self._MARK)
-        rises, live, before, span = [0] * (len(marks) + 1), 0, 0, 0
-        for moment_ns, nbytes in _changes(events):
-            if bisect_right(marks, moment_ns) > span:
-                before, span = live, bisect_right(marks, moment_ns)
-            live += nbytes
-            rises[span] = max(rises[span], live - before)
-        return rises
+        bounds_ns = [self._began_ns, *marks, max(ended_ns, *marks, self._began_ns)]
+        changes, spans, live, position = _changes(events), list[Span](), 0, 0
+        for began_ns, end_ns in pairwise(bounds_ns):
+            before = peak = live
+            is_last = len(spans) == len(marks)
+            while position < len(changes) and (is_last or changes[position][0] < end_ns):
+                live += changes[position][1]
+                peak = max(peak, live)
+                position += 1
+            time_us = (end_ns - began_ns) / 1e3
+            spans.append(Span(before_bytes=before, peak_bytes=peak, after_bytes=live, time_us=time_us))
+        return spans
 
 
 def _changes(events: Any) -> list[tuple[int, int]]:
@@ -219,21 +285,42 @@ class CudaMeter:
 class CudaWatch:
     """The allocator's highest mark, read and set back at each mark of ours."""
 
+    is_cut = False
+
     def __init__(self, api: Any, device: torch.device) -> None:
         self._api = api
         self._device = device
-        self._before = api.memory_allocated(device)
-        self._rises: list[int] = []
+        self._start = self._before = api.memory_allocated(device)
+        self._samples: list[MemorySample] = []
+        self._events: list[Any] = []
         api.reset_peak_memory_stats(device)
+        self._record()
+
+    def _record(self) -> None:
+        event = self._api.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
 
     def mark(self) -> None:
-        self._rises.append(int(self._api.max_memory_allocated(self._device) - self._before))
-        self._before = self._api.memory_allocated(self._device)
-        self._api.reset_peak_memory_stats(self._device)
+        start, device = self._start, self._device
+        peak, after = self._api.max_memory_allocated(device), self._api.memory_allocated(device)
+        sample = MemorySample(before_bytes=self._before - start, peak_bytes=peak - start, after_bytes=after - start)
+        self._samples.append(sample)
+        self._before = after
+        self._api.reset_peak_memory_stats(device)
+        self._record()
 
     def end(self) -> list[int]:
+        return _rises(self.spans())
+
+    def spans(self) -> list[Span]:
         self.mark()
-        return self._rises
+        self._api.synchronize(self._device)
+        times_us = (1e3 * start.elapsed_time(end) for start, end in pairwise(self._events))
+        return [
+            Span(before_bytes=s.before_bytes, peak_bytes=s.peak_bytes, after_bytes=s.after_bytes, time_us=t)
+            for s, t in zip(self._samples, times_us, strict=True)
+        ]
 
 
 class CudaStopwatch:

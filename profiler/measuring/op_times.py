@@ -20,15 +20,20 @@ from torch import Tensor, fx
 
 from planner.ir import Graph, Rerun, Timing, TimingKind
 from planner.schedule import RunKind, Schedule, unplanned_schedule
-from planner.walk import Freed, Ran, walk
+from planner.walk import Freed, Launched, Ran, Waited, walk
+from profiler.collectives import communicates
 from profiler.errors import CaptureError
+from profiler.measuring.collective_times import CollectiveCost, collective_costs
+from profiler.measuring.hosts import Host
+from profiler.measuring.live_moves import LiveMoves
 from profiler.measuring.meters import MemorySample, Meter, meter_for
+from profiler.measuring.pooling import pooled
 from profiler.measuring.restoring import Touched
 from profiler.op_forms import Generator, form_of
 from profiler.ops import NUMBER, memory_of
 from profiler.random_replay import ReplayingRng, generator_state
-from profiler.tracing.assumptions import taken_to_hold
-from profiler.tracing.patches import below_autograd
+from profiler.tracing.eager_ways.assumptions import taken_to_hold
+from profiler.tracing.stand_ins.patches import below_autograd
 from profiler.tracing.whole_step import TracedStep
 from profiler.workload import device_of
 
@@ -42,7 +47,10 @@ MOST_REPEATS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpStats:
-    """What was measured of one op. Bytes are of all live memory, what was live before the step included."""
+    """What was measured of one op, by itself: in the graph, times of equal ops are pooled.
+
+    Bytes are of all live memory, what was live before the step included.
+    """
 
     time_us: float
     spread_us: float  # largest less smallest of the timed runs
@@ -71,11 +79,12 @@ def measure(
     schedule: Schedule | None = None,
     meter: Meter | None = None,
     show_progress: bool = True,
+    host: Host | None = None,
 ) -> Measured:
     """Measure every op of the captured step on `batch`; whatever the step writes to is put back.
 
     `schedule` is one of the captured step's graph that needs less memory than the unplanned one; what it runs again is
-    run but not counted.
+    run but not counted, and what it moves goes to `host`.
     """
     started = time.perf_counter()
     traced.check_runnable()
@@ -92,12 +101,13 @@ def measure(
         Progress(transient=True, disable=not show_progress) as bar,
     ):
         task = bar.add_task("measuring the step", total=(2 + TIMED_RUNS) * len(schedule.steps))
-        runner = _Runner(traced, schedule, lambda: convention.gather(batch), lambda: bar.advance(task))
+        runner = _Runner(traced, schedule, lambda: convention.gather(batch), lambda: bar.advance(task), host)
         warm_us = runner.timed(meter, [1] * len(traced.graph.ops))
         samples = runner.watched(meter)
         repeats = [_repeats(traced.graph, op, us) for op, us in enumerate(warm_us)]
         laps = [runner.timed(meter, repeats) for _ in range(TIMED_RUNS)]
-    measured = _collect(_as_made(traced, runner.made_bytes), schedule, samples, laps, meter)
+        costs = collective_costs(traced.graph, traced.nodes, meter)
+    measured = _collect(_as_made(traced, runner.made_bytes), schedule, samples, laps, costs, meter)
     log.info(
         "measured %s in %.2f s: its ops take %.1f ms, %s",
         traced.graph.name,
@@ -109,9 +119,12 @@ def measure(
 
 
 def _repeats(graph: Graph, op: int, warm_us: float) -> int:
-    """How often to run an op for one reading; once where a second run would change anything."""
+    """How often to run an op for one reading; once where a second run would change anything.
+
+    Once, too, where it communicates: how often each rank's clock would ask for it differs.
+    """
     record = graph.ops[op]
-    if record.rerun is not Rerun.FREELY or warm_us >= SHORTEST_US:
+    if record.rerun is not Rerun.FREELY or warm_us >= SHORTEST_US or communicates(record.target):
         return 1
     return min(MOST_REPEATS, math.ceil(SHORTEST_US / max(warm_us, 0.1)))
 
@@ -120,9 +133,15 @@ class _Runner:
     """Runs a schedule op by op on live tensors, handing every call to a stopwatch or a probe."""
 
     def __init__(
-        self, traced: TracedStep, schedule: Schedule, inputs: Callable[[], list[Any]], advance: Callable[[], None]
+        self,
+        traced: TracedStep,
+        schedule: Schedule,
+        inputs: Callable[[], list[Any]],
+        advance: Callable[[], None],
+        host: Host | None = None,
     ) -> None:
         self.traced = traced
+        self.host = host
         self.events = tuple(walk(traced.graph, schedule))
         self.inputs = inputs
         self.advance = advance
@@ -147,6 +166,8 @@ class _Runner:
                     watch.lap(doomed.clear)
                     owners.append(None if event.step.storage in freed else self.traced.graph.maker[event.step.storage])
                     freed.add(event.step.storage)
+                case Launched() | Waited():
+                    self.moves.take(event.step, self.live)
                 case _:
                     assert_never(event)
             self.advance()
@@ -166,6 +187,8 @@ class _Runner:
                         self._bind(event, probe.watch(self._call(event)))
                     case Freed():
                         self._take(event.step.storage)
+                    case Launched() | Waited():
+                        self.moves.take(event.step, self.live)
                     case _:
                         assert_never(event)
                 self.advance()
@@ -173,6 +196,7 @@ class _Runner:
 
     def _start(self) -> None:
         module = self.traced.module
+        self.moves = LiveMoves(self.traced, self.host)
         self.live = dict(zip(module.graph.find_nodes(op="placeholder"), self.inputs(), strict=True))
         for node in module.graph.find_nodes(op="get_attr"):
             self.live[node] = getattr(module, str(node.target))
@@ -224,28 +248,38 @@ def _as_made(traced: TracedStep, made_bytes: dict[int, int]) -> TracedStep:
 
 
 def _collect(
-    traced: TracedStep, schedule: Schedule, samples: list[MemorySample], laps: list[list[float]], meter: Meter
+    traced: TracedStep,
+    schedule: Schedule,
+    samples: list[MemorySample],
+    laps: list[list[float]],
+    costs: dict[int, CollectiveCost],
+    meter: Meter,
 ) -> Measured:
     graph = traced.graph
+    waits_us = {graph.wait_of[launch]: cost.time_us for launch, cost in costs.items()}
+    scratch = dict.fromkeys(waits_us, 0) | {launch: cost.scratch_bytes for launch, cost in costs.items()}
     counted = [pair for pair in zip(schedule.runs, samples, strict=True) if pair[0].kind is not RunKind.RERUN]
+    counted.sort(key=lambda pair: pair[0].op)
     stats = []
-    for run, sample in sorted(counted, key=lambda pair: pair[0].op):
+    for run, sample in counted:
         readings = [lap[run.op] for lap in laps]
         made = sum(graph.storages[s].nbytes for s in graph.makes[run.op])
         fresh = made if run.into is None else 0
         stats.append(
             OpStats(
-                time_us=statistics.median(readings),
+                time_us=waits_us.get(run.op, statistics.median(readings)),
                 spread_us=max(readings) - min(readings),
                 before_bytes=graph.start_bytes + sample.before_bytes,
                 peak_bytes=graph.start_bytes + sample.peak_bytes,
                 output_bytes=made,
-                workspace_bytes=max(0, sample.peak_bytes - sample.before_bytes - fresh),
+                workspace_bytes=scratch.get(run.op, max(0, sample.peak_bytes - sample.before_bytes - fresh)),
             )
         )
+    times = pooled(traced.nodes, [s.time_us for s in stats], in_place=[run.into is not None for run, _ in counted])
+    times = [waits_us.get(op.id, time_us) for op, time_us in zip(graph.ops, times, strict=True)]
     ops = tuple(
-        replace(op, time_us=s.time_us, workspace_bytes=s.workspace_bytes)
-        for op, s in zip(graph.ops, stats, strict=True)
+        replace(op, time_us=time_us, workspace_bytes=s.workspace_bytes)
+        for op, time_us, s in zip(graph.ops, times, stats, strict=True)
     )
     timing = Timing(kind=TimingKind.MEASURED, device=meter.device)
     measured = replace(graph, ops=ops, timing=timing).validate()

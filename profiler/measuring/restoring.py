@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from profiler.tracing.patches import preserved
+from profiler.ops import memory_of
+from profiler.tracing.ranks.torch_distributed import local
+from profiler.tracing.stand_ins.patches import preserved, refill
+from profiler.tracing.trials.interrupts import interrupts_come_between
+from profiler.tracing.trials.undoing import give_memory_of, has_memory_of, undone, watched
 from profiler.tracing.whole_step import TracedStep
 from profiler.workload import NoOptimizer
 
@@ -27,6 +31,8 @@ class Touched:
 
     model: nn.Module
     optimizer: Optimizer | None
+    step: Any = None  # the user's own, where Python of the user's runs
+    is_eager: bool = False  # whether all of it runs, not its optimizer alone
     generators: Sequence[torch.Generator] = ()
     tensors: Sequence[Tensor] = ()
     unread_gradients: Sequence[Tensor] = ()
@@ -37,14 +43,23 @@ class Touched:
         return Touched(
             model=traced.convention.model,
             optimizer=traced.convention.optimizer,
+            step=traced.train_step if traced.runs_python else None,
             generators=traced.generators,
             tensors=traced.written_outside(batch),
             unread_gradients=tuple(slot.tensor() for slot in traced.convention.dropped),
         )
 
+    def in_eager(self, step: Any) -> Touched:
+        """The same for the user's own step, whose Python runs."""
+        return replace(self, step=step, is_eager=True)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Where a step runs inside of `kept`."""
+        return watched() if self.is_eager else nullcontext()
+
     def kept(self) -> AbstractContextManager[None]:
         """Whatever a step does inside: afterwards all of it is as before."""
-        return state_kept(self.model, self.optimizer, generators=self.generators, tensors=self.tensors)
+        return state_kept(self.model, self.optimizer, step=self.step, generators=self.generators, tensors=self.tensors)
 
 
 @contextmanager
@@ -52,20 +67,23 @@ def state_kept(
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
+    step: Any = None,
     generators: Sequence[torch.Generator] = (),
     tensors: Sequence[Tensor] = (),
 ) -> Iterator[None]:
     """Whatever a step does inside: afterwards every tensor, gradient, counter and generator is as before.
 
     The copies lie in main memory, wherever the model is. `generators` are the user's own, beside the devices';
-    `tensors` are what the step writes to beside the model and the optimizer. One thing that cannot be put back does not
-    keep the others from it.
+    `tensors` are what the step writes to beside the model and the optimizer. What the user's Python does to anything
+    else under `watched` is undone too; `step` is where it begins. One thing that cannot be put back does not keep the
+    others from it.
     """
     optimizer = NoOptimizer() if optimizer is None else optimizer
     params = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
     states = {p: dict(state) for p, state in optimizer.state.items()}
     live = list({id(t): t for t in (*_tensors(model, params, states), *tensors)}.values())
     with ExitStack() as restoring:  # the last registered first, each whatever became of the others
+        restoring.enter_context(interrupts_come_between())
         for generator in generators:
             restoring.callback(generator.set_state, generator.get_state())
         for group in optimizer.param_groups:  # some optimizers count in their groups
@@ -74,47 +92,35 @@ def state_kept(
         for p in params:
             restoring.callback(setattr, p, "grad", p.grad)
         for tensor in live:
-            restoring.callback(_restorer(tensor))
+            restoring.callback(_restorer(local(tensor)))
+        for tensor in live:  # what the user's code hangs on them
+            restoring.callback(refill, vars(tensor), dict(vars(tensor)))
         restoring.enter_context(preserved(model, optimizer))
+        if step is not None:
+            restoring.enter_context(undone(step, model, optimizer, known=_memory(live)))
         yield
 
 
+def _memory(tensors: Sequence[Tensor]) -> set[int]:
+    return {memory_of(local(tensor))._cdata for tensor in tensors if tensor.layout == torch.strided}
+
+
 def _restorer(tensor: Tensor) -> Callable[[], None]:
-    """What puts a tensor back: its values, and the memory and shape that it had."""
-    return partial(_restore, tensor, tensor.detach(), tensor.detach().to("cpu", copy=True))
+    """What puts a tensor back: its values, the memory and shape that it had, and how often it was written to.
+
+    The last for who tries things between a forward and its backward, which minds that nobody has written to a tensor.
+    """
+    version = None if tensor.is_inference() else tensor._version
+    return partial(_restore, tensor, tensor.detach(), tensor.detach().to("cpu", copy=True), version)
 
 
-def _restore(tensor: Tensor, alias: Tensor, copy: Tensor) -> None:
+def _restore(tensor: Tensor, alias: Tensor, copy: Tensor, version: int | None) -> None:
     with torch.no_grad():
-        if tensor.layout == torch.strided and not _same_memory(tensor, alias):
-            _give_back_memory(tensor, alias)
+        if tensor.layout == torch.strided and not has_memory_of(tensor, alias):
+            give_memory_of(tensor, alias)
         tensor.copy_(copy)
-
-
-def _same_memory(tensor: Tensor, alias: Tensor) -> bool:
-    return (
-        tensor.dtype == alias.dtype
-        and tensor.shape == alias.shape
-        and tensor.stride() == alias.stride()
-        and tensor.storage_offset() == alias.storage_offset()
-        and tensor.untyped_storage()._cdata == alias.untyped_storage()._cdata
-        and _extent_bytes(alias) <= alias.untyped_storage().nbytes()
-    )
-
-
-def _give_back_memory(tensor: Tensor, alias: Tensor) -> None:
-    storage, needed = alias.untyped_storage(), _extent_bytes(alias)
-    if storage.nbytes() < needed:  # the step shrank it (`resize_`)
-        storage.resize_(needed)
-    tensor.data = alias
-
-
-def _extent_bytes(tensor: Tensor) -> int:
-    """How far into its storage a tensor reaches."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+    if version is not None and tensor._version != version:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def _refill(live: Any, before: dict[Any, Any]) -> None:

@@ -16,17 +16,25 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils import _pytree as pytree
 
 from planner.ir import Graph
+from profiler.collectives import COMMUNICATION, is_collective
 from profiler.errors import CaptureError
 from profiler.ops import own_generators, storage_root, written
-from profiler.tracing import early_updates as updates
-from profiler.tracing.audit import OpSeen, ops_of
-from profiler.tracing.calling import BatchSlot, Convention
-from profiler.tracing.cleaning import clean
-from profiler.tracing.gpu_kernels import GpuKernels, Substitution, Target, as_on_gpu
+from profiler.tracing.calling_convention import BatchSlot, Convention
+from profiler.tracing.eager_ways.draws import repeat_draws
+from profiler.tracing.eager_ways.metrics import Callee, LiveCall
+from profiler.tracing.fx_graphs.cleaning import clean
+from profiler.tracing.fx_graphs.gpu_kernels import GpuKernels, Substitution, Target, as_on_gpu
+from profiler.tracing.fx_graphs.typed_graph import lift
+from profiler.tracing.guards import Change
 from profiler.tracing.joint import ForwardAndBackward
-from profiler.tracing.session import trace_step
-from profiler.tracing.typed_graph import lift
-from profiler.tracing.without_memory import fake_mode_of, made_without_memory
+from profiler.tracing.one_trace import Trace, trace_step
+from profiler.tracing.ranks.replicated import refuse_unsupported
+from profiler.tracing.ranks.tensor_parallel import is_in_parts
+from profiler.tracing.ranks.torch_distributed import BY_ITSELF
+from profiler.tracing.stand_ins.without_memory import fake_mode_of, made_without_memory
+from profiler.tracing.trials.audit import OpSeen
+from profiler.tracing.updates import early_updates as updates
+from profiler.tracing.updates.optimizers import OpaqueStep
 from profiler.workload import TrainStep, Workload, with_stand_in_optimizer
 
 log = logging.getLogger("recompute_planner")
@@ -50,6 +58,7 @@ class TracedStep:
     convention: Convention
     gradients: Mapping[str, int]
     opaque_reason: str
+    train_step: TrainStep | None = None  # the user's own
     raw_ops: tuple[OpSeen, ...] = ()  # as they came from the tracer
     planning_only: str = ""
     substitutions: tuple[Substitution, ...] = ()
@@ -59,6 +68,16 @@ class TracedStep:
         """CaptureError where this step is for planning only; whoever measures, rewrites or runs a step asks first."""
         if self.planning_only:
             raise CaptureError(f"{self.graph.name} was captured for planning and cannot be run: {self.planning_only}")
+
+    @property
+    def runs_python(self) -> bool:
+        """Whether an optimizer or a metric of the user's runs as itself inside the graph."""
+        return any(isinstance(node.target, (OpaqueStep, LiveCall)) for node in self.nodes)
+
+    @property
+    def metrics(self) -> tuple[Callee, ...]:
+        """The metrics that run as themselves."""
+        return tuple(node.target.callee for node in self.nodes if isinstance(node.target, LiveCall))
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
@@ -108,32 +127,12 @@ def capture(
     started = time.perf_counter()
     train_step, optimizer = with_stand_in_optimizer(train_step, optimizer)
     _refuse_hidden(train_step, model)
-    if isinstance(optimizer, LBFGS):
-        raise CaptureError(
-            "LBFGS evaluates the loss anew inside its step, which is not one graph: plan forward and backward only, "
-            "step = checkpoint(forward_backward, model, None, batch, ...), and call step(batch) in its closure"
-        )
+    _refuse_closures(optimizer)
     kernels = None if target is None else GpuKernels(target)
     trace = trace_step(train_step, model, optimizer, batch, optimizer_outside=optimizer_outside, kernels=kernels)
-    raw_ops = ops_of(trace.module.graph)
-    _refuse_communication(trace.module.graph)
-    clean(trace.module)
-    convention = trace.convention
-    if free_gradients:
-        convention = updates.free_gradients(trace.module, convention)
-    if early_updates:
-        if trace.opaque_reason:
-            raise CaptureError(f"early updates need the optimizer inside the graph: {trace.opaque_reason}")
-        updates.update_early(trace.module)
+    convention = _prepared(trace, free_gradients=free_gradients, early_updates=early_updates)
     lifted = lift(trace.module, convention.ports, convention.output_roles, name=name or type(model).__name__)
-    log.info(
-        "captured %s in %.2f s: %d ops, %d storages%s",
-        lifted.graph.name,
-        time.perf_counter() - started,
-        len(lifted.graph.ops),
-        len(lifted.graph.storages),
-        f"; no optimizer in the graph: {trace.opaque_reason}" if trace.opaque_reason else "",
-    )
+    _tell(lifted.graph, trace.opaque_reason, time.perf_counter() - started)
     return TracedStep(
         graph=lifted.graph if kernels is None else as_on_gpu(lifted.graph),
         module=trace.module,
@@ -142,18 +141,70 @@ def capture(
         convention=convention,
         gradients=lifted.gradients,
         opaque_reason=trace.opaque_reason,
-        raw_ops=raw_ops,
+        train_step=train_step,
+        raw_ops=trace.ops,
         planning_only=_why_planning_only(model, target),
         substitutions=() if kernels is None else kernels.substitutions,
         unknown=() if kernels is None else kernels.unknown,
     )
 
 
-def traced_ops(workload: Workload, *, optimizer_outside: bool) -> tuple[OpSeen, ...]:
-    """The ops of one more trace of the step."""
+def _prepared(trace: Trace, *, free_gradients: bool, early_updates: bool) -> Convention:
+    """Clean the raw graph and carry out what was asked for; how the graph is called then."""
+    _refuse_communication(trace.module.graph, in_parts=is_in_parts(trace.convention.model))
+    repeat_draws(trace.module, trace.redraws)
+    clean(trace.module)
+    convention = trace.convention
+    if free_gradients:
+        convention = updates.free_gradients(trace.module, convention)
+    if early_updates:
+        if trace.opaque_reason:
+            raise CaptureError(f"early updates need the optimizer inside the graph: {trace.opaque_reason}")
+        updates.update_early(trace.module)
+    return convention
+
+
+def _tell(graph: Graph, opaque_reason: str, seconds: float) -> None:
+    log.info(
+        "captured %s in %.2f s: %d ops, %d storages%s",
+        graph.name,
+        seconds,
+        len(graph.ops),
+        len(graph.storages),
+        f"; no optimizer in the graph: {opaque_reason}" if opaque_reason else "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceAgain:
+    """What one more trace of the step came to."""
+
+    ops: tuple[OpSeen, ...]
+    returned: tuple[Any, ...]  # the plain values among what it returns
+    outside: tuple[Tensor, ...]  # tensors that it used and that are neither the model's nor the batch's
+    written: tuple[Tensor, ...]  # those of them that it wrote to
+    changes: tuple[Change, ...]
+
+
+def trace_again(workload: Workload, *, optimizer_outside: bool) -> TraceAgain:
+    """One more trace of the step."""
     train_step, optimizer = with_stand_in_optimizer(workload.train_step, workload.optimizer)
     again = trace_step(train_step, workload.model, optimizer, workload.batch, optimizer_outside=optimizer_outside)
-    return ops_of(again.module.graph)
+    convention = again.convention
+    return TraceAgain(
+        ops=again.ops,
+        returned=convention.result.leaves,
+        outside=again.outside,
+        written=_written_constants(again.module),
+        changes=convention.guards.changes,
+    )
+
+
+def _written_constants(module: fx.GraphModule) -> tuple[Tensor, ...]:
+    """The tensors from outside that a raw graph writes to."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    roots = {storage_root(n) for node in nodes for n in written(node)}
+    return tuple(getattr(module, str(root.target)) for root in roots if root.op == "get_attr")
 
 
 def capture_without_memory(
@@ -180,34 +231,48 @@ def _why_planning_only(model: nn.Module, target: Target | None) -> str:
 
 _DISTRIBUTED = "communication between processes is not captured: pass the bare module, as it was before it was wrapped"
 _COMPILED = "what it runs cannot be seen: pass the uncompiled model"
+_SCRIPTED = (
+    "its parameters live in TorchScript, where no stand-in can take their place: pass the module as it was before "
+    "torch.jit.script or torch.jit.trace (functions may stay scripted), or plan the parts around it with "
+    "checkpoint_model(part, budget=...)"
+)
 
 # What hides a part of the step, by the name of its class in torch: torch.distributed need not be there.
 _HIDING = {
-    "DistributedDataParallel": _DISTRIBUTED,
     "FullyShardedDataParallel": _DISTRIBUTED,
-    "FSDPModule": _DISTRIBUTED,
-    "DTensor": _DISTRIBUTED,
     "OptimizedModule": _COMPILED,
+    "ScriptModule": _SCRIPTED,
 }
 
 
 def _refuse_hidden(train_step: TrainStep, model: nn.Module) -> None:
     if hasattr(train_step, "_torchdynamo_orig_callable"):
         raise CaptureError("the train step is compiled, and what it runs cannot be seen: pass the uncompiled function")
+    refuse_unsupported(model)
     goes_past = isinstance(inspect.unwrap(train_step), ForwardAndBackward)  # whatever stands in for the model's call
     for path, module in model.named_modules():
         what = f"module {path}" if path else "the model"
         _refuse_kind(what, type(module))
-        if module._compiled_call_impl is not None and not (goes_past and not path):
+        called = module._compiled_call_impl
+        if called is not None and not (goes_past and getattr(called, "steps_aside", not path)):
             raise CaptureError(f"{what} is compiled, and {_COMPILED}")
-    for name, param in model.named_parameters():
-        _refuse_kind(f"parameter {name}", type(param))
 
 
-def _refuse_communication(graph: fx.Graph) -> None:
+def _refuse_closures(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise CaptureError(
+            "LBFGS evaluates the loss anew inside its step, which is not one graph: plan forward and backward only, "
+            "step = checkpoint(forward_backward, model, None, batch, ...), and call step(batch) in its closure"
+        )
+
+
+def _refuse_communication(graph: fx.Graph, *, in_parts: bool) -> None:
+    """CaptureError for collectives of the step's own; what distributed tensors do to compute is none of those."""
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and "c10d" in node.target.namespace:
-            raise CaptureError(f"the step communicates with other processes ({node.target}), which is not captured yet")
+        if in_parts and is_collective(node):
+            continue
+        if isinstance(node.target, OpOverload) and "c10d" in node.target.namespace and COMMUNICATION not in node.meta:
+            raise CaptureError(BY_ITSELF.format(node.target))
 
 
 def _refuse_kind(what: str, kind: type) -> None:

@@ -11,6 +11,7 @@ from planner.incremental import Incremental
 
 # An improvement must be worth more than the noise of adding floats in another order.
 WORTH_US = 1e-6
+FEW_CANDIDATES = 16  # that a repair tries first, of what lies where it is over the budget
 
 
 class Polish:
@@ -67,10 +68,28 @@ class Polish:
         return int(np.maximum(self.state.stage_bytes() - self.budget_bytes, 0).sum())
 
     def _best_repair(self) -> int | None:
+        """The best of a few that lie at the worst place, or of all where none of them helps."""
+        best = self._best_flip(self._likely())
+        return best if best is not None else self._best_flip(self.movable)
+
+    def _likely(self) -> list[int]:
+        """What idles where most is too much: the most bytes for the time of its maker first."""
+        state, graph = self.state, self.state.graph
+        stage = int(state.stage_bytes().argmax())
+        idle = [s for s in self.movable if not state.is_dropped(s) and state.freed_after(s) < stage < state.need(s)]
+
+        def time_a_byte(storage: int) -> tuple[float, int]:
+            maker = graph.maker[storage]
+            time_us = graph.ops[maker].time_us if maker is not None else 0.0
+            return time_us / max(1, graph.storages[storage].nbytes), storage
+
+        return sorted(idle, key=time_a_byte)[:FEW_CANDIDATES]
+
+    def _best_flip(self, storages: Iterable[int]) -> int | None:
         """The cheapest flip after which all fits, or else the one that saves most bytes for its time."""
         before, before_us = self._overflow(), self.state.recompute_us
         best: tuple[tuple[bool, float], int] | None = None
-        for storage in self.movable:
+        for storage in storages:
             if self._spent():
                 break
             self._flip(storage)

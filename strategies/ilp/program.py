@@ -55,6 +55,25 @@ class SparseModel:
         low, high = self.integer & (point < 1e-6), self.integer & (point > 1 - 1e-6)
         return replace(self, least=np.where(high, 1.0, self.least), most=np.where(low, 0.0, self.most))
 
+    def cheaper_than(self, value: float) -> SparseModel:
+        """The same program without the points that cost `value` or more."""
+        costly = np.flatnonzero(self.cost)
+        unit = max(abs(value), 1e-9) / 100
+        return replace(
+            self,
+            starts=np.append(self.starts, self.starts[-1] + len(costly)),
+            columns=np.concatenate((self.columns, costly)),
+            coefficients=np.concatenate((self.coefficients, -self.cost[costly] / unit)),
+            lower=np.append(self.lower, (self.offset - value) / unit),
+        )
+
+    def fixed(self, values: dict[int, float]) -> SparseModel:
+        """The same program where these variables have these values."""
+        least, most = self.least.copy(), self.most.copy()
+        for variable, value in values.items():
+            least[variable] = most[variable] = value
+        return replace(self, least=least, most=most)
+
 
 class Linear:
     """A linear expression: a constant and coefficients by variable."""
@@ -81,6 +100,11 @@ def total(*parts: tuple[float, Linear]) -> Linear:
 
 
 ZERO, ONE = Linear(), Linear(1.0)
+
+
+def bytes_of(expression: Linear, solution: Floats) -> float:
+    """What an expression comes to at a point."""
+    return expression.constant + sum(c * float(solution[v]) for v, c in expression.terms.items())
 
 
 def sparse(
@@ -161,6 +185,12 @@ class StagedProgram:
     def kept(self, solution: Floats) -> set[int]:
         """The blocks that a solution keeps."""
         return {x for x, variable in self.keep.items() if solution[variable] > 0.5}
+
+    def where_full(self, solution: Floats, budget_bytes: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """The moments, and those inside a rerun, at which `solution` is at the budget."""
+        full = [bytes_of(memory, solution) >= (1 - 1e-6) * budget_bytes for memory in self.memory]
+        moments = [j for j, tight in zip(self.moments, full, strict=False) if tight]
+        return moments, [at for at, tight in zip(self.inner, full[len(self.moments) :], strict=True) if tight]
 
     # -- variables ----------------------------------------------------------------------------------------------
 

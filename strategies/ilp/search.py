@@ -1,15 +1,20 @@
 """`ilp`: the optimum of "keep, or recompute once", with a proven lower bound.
 
 A mixed-integer program with few memory rows (`strategies.ilp.program`) is solved. Its keep set is checked by the
-exact simulator; where that finds too many bytes, the program gets a memory row there and is solved again. What it
-finds is polished by local search, and returned unless a seed (`mutwo`, `sqrtn`) is better.
+exact simulator; where that finds too many bytes, the program gets a memory row there and is solved again. Where
+`mutwo` has a plan for a large graph, the program decides parts of it anew (`strategies.ilp.neighbourhoods`), and the
+whole only proves how good that is. What is found is polished by local search, and returned unless a seed (`mutwo`,
+`sqrtn`) is better.
 
-The bound holds for the plans of `planner.plan.recompute_once`, whatever they drop, temporaries included.
+How far it goes is counted in work (nodes, windows, evaluations; `effort` scales them), so that the same call gives the
+same plan however busy the machine is. The time limit is a net below that, and the plan says where it was needed.
+
+The bound holds for the plans of `planner.plan.recompute_once`, whatever they drop, temporaries included. With a host
+link, `strategies.ilp.joint` decides between keeping, recomputing and moving.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from dataclasses import dataclass, replace
@@ -23,36 +28,53 @@ from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem
 from planner.units import human_bytes
 from strategies.ilp.bounds import any_schedule_bound_us
-from strategies.ilp.moments import FEW, Work, state_of
+from strategies.ilp.joint import JointSearch
+from strategies.ilp.neighbourhoods import Neighbourhoods
 from strategies.ilp.polish import Polish, enumerate_all, shed_free
 from strategies.ilp.program import Floats, SparseModel, StagedProgram
+from strategies.ilp.shared_work import FEW, KEEP_ALL, Work, first_moments, state_of, tell_tried
 from strategies.ilp.smallest import smallest_peak
-from strategies.ilp.solvers import Answer, Outcome, SolverError, SolverName, solve_model
-
-log = logging.getLogger("recompute_planner")
+from strategies.ilp.solvers import TOLERANCE, Answer, Outcome, SolverError, SolverName, solve_model
 
 SEEDS = ("mutwo", "sqrtn")
 ROUNDS = 60
 SECONDS_FOR_ANY_SCHEDULE = 2.0  # to prove that no schedule at all fits, when nothing was found
 EVALUATIONS = 4000  # of the exact simulator, for each candidate that is polished
+FEW_EVALUATIONS = 1000  # for one that will be looked at again
+PROOFS = 4  # each may find a candidate in its way, and where memory must be counted to be rid of it
+ALMOST = 0.002  # over the budget: what is worth repairing
+RELAXATIONS = 6
+DISPUTED_SHARE = 0.2  # of the blocks, up to which what is disputed is solved at once
+WINDOWS = 24
+IDLE_WINDOWS = 5  # without gain, after which no further one is tried
+CELLS = 400_000_000  # variables times rows times nodes of a program that is solved whole
+LEAST_NODES = 20
 TRY_EVERY_SET = 12  # storages, up to which what the program leaves open is settled by trying every set
 SQRTN_SIMULATIONS = 90  # about what the seed `sqrtn` costs; a tenth where it need only beat what there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ilp:
-    """`gap` is the proven relative gap at which it stops; `seeds=false` shows what it finds alone."""
+    """`gap` is the proven relative gap at which it stops; `seeds=false` shows what it finds alone.
+
+    `effort` scales the work that it does where the gap is not reached before.
+    """
 
     name: ClassVar[str] = "ilp"
     solver: SolverName = SolverName.ORTOOLS
     gap: float = 0.005
     seeds: bool = True
+    effort: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.gap < 1:
             raise StrategyError(f"gap={self.gap}: it is a fraction, such as 0.005")
+        if not 0 < self.effort < math.inf:
+            raise StrategyError(f"effort={self.effort}: it is a factor, such as 1 or 10")
 
     def plan(self, problem: Problem) -> Plan:
+        if problem.host_link is not None:
+            return JointSearch(problem, solver=self.solver, gap=self.gap, seeds=self.seeds).run()
         return Search(problem, self).run()
 
 
@@ -97,22 +119,18 @@ class Search:
         self.floor_bytes = 0  # the smallest peak not proven out of reach of such plans
         self.cut_off = False
         self.failure = ""
+        self.near: Neighbourhoods | None = None
 
     def run(self) -> Plan:
         if self.problem.unplanned.peak_bytes <= self.problem.budget_bytes:
-            return Plan(
-                lower_bound_us=0.0,
-                bound_class=BoundClass.ANY_SCHEDULE,
-                found_by="keeping everything",
-                note="ilp: keeping everything fits",
-            )
+            return KEEP_ALL
         self._try_seed("mutwo")
         try:
             self._optimise()
             self._shrink_if_nothing_fits()
         except SolverError as error:
             self.failure = str(error)
-        if not self._optimal():
+        if self.best is None or not self._proven():
             self._try_seed("sqrtn")
         self._polish_a_seed()
         self._try_every_set()
@@ -140,14 +158,8 @@ class Search:
         self._offer(found)
 
     def _offer(self, found: Found) -> None:
-        log.debug(
-            "ilp tried %s after %.2f s: peak %s of %s, %.2f%% more time",
-            found.who,
-            time.perf_counter() - self.started,
-            human_bytes(found.peak_bytes),
-            human_bytes(self.problem.budget_bytes),
-            100 * found.recompute_us / max(self.graph.time_us, 1e-9),
-        )
+        peak_bytes, extra_us = found.peak_bytes, found.recompute_us
+        tell_tried(self.problem, found.who, started=self.started, peak_bytes=peak_bytes, extra_us=extra_us)
         if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
             self.smallest = found
         if found.peak_bytes > self.problem.budget_bytes:
@@ -164,7 +176,8 @@ class Search:
         """Whether the best plan is within the gap asked for."""
         if self.best is None:
             return self.impossible
-        return self.best.recompute_us - self.bound_us <= self.options.gap * self.best.recompute_us + 1e-9
+        gap_us = (self.options.gap + 2 * TOLERANCE) * self.best.recompute_us
+        return self.best.recompute_us - self.bound_us <= gap_us + 1e-9
 
     def _optimal(self) -> bool:
         """Whether nothing that recomputes once can be any better."""
@@ -175,10 +188,76 @@ class Search:
     # -- the program ------------------------------------------------------------------------------------------
 
     def _optimise(self) -> None:
-        """Solve, check exactly, count memory where it was missed, and again."""
         if floor(self.graph, in_place=self.problem.in_place).nbytes > self.problem.budget_bytes:
             self.impossible = True
             return
+        if not self._may_improve():
+            self._solve_and_count()
+        for _ in range(PROOFS):
+            if self._may_improve():
+                self._improve()
+            if self.best is None or self._proven() or self.impossible or self._searching_s() <= 0:
+                break
+            before = self._progress()
+            if self._raise_bound() or (self.near is not None and self._progress() == before):
+                break
+        self.cut_off |= self._searching_s() <= 0 and not self._proven()
+
+    def _progress(self) -> tuple[float, int, bool]:
+        """What a proof may change so that another one has more to go on."""
+        assert self.best is not None
+        return self.best.recompute_us, self.work.counted, self.near is not None and self.near.slack_bytes > 0
+
+    def _may_improve(self) -> bool:
+        """Whether there is a plan of a large graph to start from."""
+        return self.best is not None and not self._proven() and len(self.work.reduction.blocks) > FEW
+
+    def _improve(self) -> None:
+        """Decide anew what the relaxation has otherwise, and windows; the relaxation gets tighter meanwhile."""
+        assert self.best is not None
+        near = self.near = self._neighbourhoods(self.best)
+        if near is None:
+            return
+        for _ in range(RELAXATIONS):
+            if self._proven() or self._searching_s() <= 0:
+                return
+            model = self.work.program().at(self.problem.budget_bytes)
+            relaxed = self._solve(model.relaxed(), bounds=True, corner=False)
+            if relaxed.point is None or self._proven():
+                return
+            disputed = near.disputed(relaxed.point)
+            few = len(disputed) <= DISPUTED_SHARE * len(near.blocks)
+            if few and near.around(disputed):
+                self._offer_state(near.state, "MILP")
+            elif not self._sweep(near):
+                return
+
+    def _sweep(self, near: Neighbourhoods) -> bool:
+        """Decide windows anew, one after another; True if anything was gained."""
+        idle, before_us = 0, near.state.recompute_us
+        for number, free in enumerate(near.windows()):
+            idle = 0 if near.around(free) else idle + 1
+            if idle == 0:
+                self._offer_state(near.state, "windows")
+            spent = number >= WINDOWS * self.options.effort or idle >= IDLE_WINDOWS
+            if spent or self._proven() or self._searching_s() <= 0:
+                break
+        return near.state.recompute_us < before_us
+
+    def _neighbourhoods(self, found: Found) -> Neighbourhoods | None:
+        """The best plan in the terms of the program; None where it cannot be told in them."""
+        dropped = {e.storage for e in found.plan.evictions}
+        state = self.work.state(x for x in self.work.reduction.blocks if x not in dropped)
+        shed_free(state, self.work.reduction.small, self.problem.budget_bytes)
+        self._polish(state, f"polish of {found.who}", evaluations=FEW_EVALUATIONS)
+        if state.peak()[0] > self.problem.budget_bytes:
+            return None
+        near = Neighbourhoods(self.work, state, self.options.solver, self.problem.budget_bytes, deadline=self.deadline)
+        near.slack_bytes = self.near.slack_bytes if self.near is not None else 0
+        return near
+
+    def _solve_and_count(self) -> None:
+        """Solve, check exactly, count memory where it was missed, and again."""
         budget = target = self.problem.budget_bytes
         excluded: list[frozenset[int]] = []
         for _ in range(ROUNDS):
@@ -202,17 +281,54 @@ class Search:
                 target -= max(int(over.max()), budget // 10000)
             if over.max() <= self.work.step_bytes // 50 or len(program.keep) <= FEW:
                 self._polish(state, "polish")
-        if self.best is not None and not self._proven() and not self.impossible and self._searching_s() > 0:
-            self._raise_bound()
-        self.cut_off |= self._searching_s() <= 0 and not self._proven()
+            if self._may_improve():
+                break
 
-    def _raise_bound(self) -> None:
-        """Whatever the candidates came from: the whole program at the budget itself proves most."""
+    def _raise_bound(self) -> bool:
+        """Whatever the candidates came from: the whole program at the budget itself proves most.
+
+        False if it found where memory must be counted to prove more.
+        """
         program = self.work.program()
-        answer = self._solve(program.at(self.problem.budget_bytes), bounds=True)
+        model = program.at(self.problem.budget_bytes)
+        if self.near is not None:
+            return self._refute_in_steps(program, model, self.near)
+        answer = self._solve(model, bounds=True)
         if answer.point is not None and not self._proven():
             _, state = self._check(program, answer.point)
             self._polish(state, "polish")
+        return True
+
+    def _refute_in_steps(self, program: StagedProgram, model: SparseModel, near: Neighbourhoods) -> bool:
+        """First by a program that counts memory in few places; then also where the relaxation is at the budget."""
+        relaxed = self._solve(model.relaxed(), bounds=True, corner=False)
+        if relaxed.point is None:
+            return True
+        known = True
+        first = first_moments(self.work.reduction, in_place=self.problem.in_place)
+        tight, inner = program.where_full(relaxed.point, self.problem.budget_bytes)
+        for moments, at in ((first, []), (first.union(tight), inner)):
+            if self._proven() or self._searching_s() <= 0:
+                return True
+            refuting = StagedProgram(self.work.reduction, moments, at, in_place=self.problem.in_place)
+            known &= self._refute(refuting, near)
+        return known
+
+    def _refute(self, program: StagedProgram, near: Neighbourhoods) -> bool:
+        """Prove that nothing is cheaper by more than the gap asked for; what contradicts it is a candidate."""
+        assert self.best is not None
+        enough_us = (1 - self.options.gap) * self.best.recompute_us
+        answer = self._solve(program.at(self.problem.budget_bytes).cheaper_than(enough_us))
+        proven_us = enough_us if answer.outcome is Outcome.INFEASIBLE else min(answer.bound, enough_us)
+        if math.isfinite(proven_us):
+            self.bound_us = max(self.bound_us, (1 - TOLERANCE) * proven_us)
+        if answer.point is None:
+            return True
+        _, state = self._check(program, answer.point)
+        known = near.counts(state)
+        if state.peak()[0] <= (1 + ALMOST) * self.problem.budget_bytes:
+            self._polish(state, "polish", evaluations=FEW_EVALUATIONS)
+        return known
 
     def _solve_round(
         self, program: StagedProgram, model: SparseModel, *, bounds: bool
@@ -241,14 +357,18 @@ class Search:
         hint: Floats | None = None,
         share: float = 0.75,
         cut_off_counts: bool = True,
+        corner: bool = True,
     ) -> Answer:
         """Solve within a share of the time left; learn from its bound if it is one."""
+        nodes = int(self.options.effort * CELLS / max(1, model.n_variables * model.n_rows))
         answer = solve_model(
             model,
             self.options.solver,
             time_limit_s=share * max(0.0, self._searching_s()),
             gap=0.9 * self.options.gap,  # so that a plan that costs what the program says is within the gap
             hint=hint,
+            corner=corner,
+            nodes=max(LEAST_NODES, nodes),
         )
         self.cut_off |= cut_off_counts and answer.outcome is Outcome.CUT_OFF
         if bounds and answer.outcome is Outcome.INFEASIBLE:
@@ -273,12 +393,12 @@ class Search:
         share, simulations = (0.25, SQRTN_SIMULATIONS) if self.best is None else (0.05, SQRTN_SIMULATIONS // 10)
         return self._left_s() - min(share * self.problem.time_limit_s, simulations * self.work.simulation_s)
 
-    def _polish(self, state: Incremental, who: str) -> None:
+    def _polish(self, state: Incremental, who: str, *, evaluations: int = EVALUATIONS) -> None:
         polish = Polish(
             state,
             self.work.movable,
             self.problem.budget_bytes,
-            evaluations=min(EVALUATIONS, 4 * len(self.work.movable) ** 2),
+            evaluations=min(evaluations, 4 * len(self.work.movable) ** 2),
             deadline=self.deadline,
         )
         polish.run()

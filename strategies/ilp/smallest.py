@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from planner.incremental import Incremental
-from strategies.ilp.moments import Work
+from strategies.ilp.shared_work import Work
 from strategies.ilp.solvers import Outcome, SolverName, solve_model
 
 ROUNDS = 12

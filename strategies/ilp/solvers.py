@@ -42,6 +42,7 @@ class Outcome(Enum):
     SOLVED = "solved to the gap asked for"
     INFEASIBLE = "infeasible"
     CUT_OFF = "stopped by the time limit"
+    SPENT = "stopped by its limit of nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +56,26 @@ class Answer:
 
 
 def solve_model(
-    model: SparseModel, solver: SolverName, *, time_limit_s: float, gap: float, hint: Floats | None = None
+    model: SparseModel,
+    solver: SolverName,
+    *,
+    time_limit_s: float,
+    gap: float,
+    hint: Floats | None = None,
+    corner: bool = True,
+    nodes: int | None = None,
 ) -> Answer:
-    """Minimise `model` to a relative gap; SolverError if the package is missing or fails."""
+    """Minimise `model` to a relative gap; SolverError if the package is missing or fails.
+
+    `nodes` bounds the work, so that the answer does not depend on the clock unless the time limit cuts it off.
+    Without `corner`, a program in which nothing is whole may be answered by any optimum: large ones are, much sooner.
+    """
     if model.n_rows == 0 or model.n_variables == 0:
         return _without_rows(model)
     if time_limit_s <= 0:
         return _nothing(Outcome.CUT_OFF)
     backend: Callable[..., Answer] = _BACKENDS[solver]
-    return backend(model, time_limit_s=time_limit_s, gap=gap, hint=hint)
+    return backend(model, time_limit_s=time_limit_s, gap=gap, hint=hint, corner=corner, nodes=nodes)
 
 
 def _without_rows(model: SparseModel) -> Answer:
@@ -87,7 +99,9 @@ def _safe(bound: float, objective: float) -> float:
 # -- OR-tools -------------------------------------------------------------------------------------------------
 
 
-def _ortools(model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | None) -> Answer:
+def _ortools(
+    model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | None, corner: bool, nodes: int | None
+) -> Answer:
     try:
         from ortools.math_opt.python import mathopt
     except ImportError as error:
@@ -96,9 +110,11 @@ def _ortools(model: SparseModel, *, time_limit_s: float, gap: float, hint: Float
         ) from error
     program = mathopt.Model.from_model_proto(_model_proto(model))
     # GLOP's optima are corners, which have few fractions to round.
-    kind = mathopt.SolverType.HIGHS if model.integer.any() else mathopt.SolverType.GLOP
+    kind = mathopt.SolverType.GLOP if corner and not model.integer.any() else mathopt.SolverType.HIGHS
     params = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=min(time_limit_s, LONGEST_S)), relative_gap_tolerance=gap
+        time_limit=timedelta(seconds=min(time_limit_s, LONGEST_S)),
+        relative_gap_tolerance=gap,
+        node_limit=nodes if model.integer.any() else None,
     )
     hints = mathopt.ModelSolveParameters()
     if hint is not None:
@@ -121,7 +137,7 @@ def _from_mathopt(mathopt: Any, program: Any, model: SparseModel, result: Any) -
         return _nothing(Outcome.INFEASIBLE)
     if reason not in (reasons.OPTIMAL, reasons.FEASIBLE, reasons.NO_SOLUTION_FOUND):
         raise SolverError(f"solver=ortools stopped: {reason.name} {termination.detail}; try ilp:solver=cbc")
-    outcome = Outcome.SOLVED if reason is reasons.OPTIMAL else Outcome.CUT_OFF
+    outcome = Outcome.SOLVED if reason is reasons.OPTIMAL else _stopped(mathopt, termination)
     dual = termination.objective_bounds.dual_bound
     if not result.has_primal_feasible_solution():
         return Answer(outcome=outcome, point=None, objective=math.inf, bound=_safe(dual, math.inf))
@@ -129,6 +145,10 @@ def _from_mathopt(mathopt: Any, program: Any, model: SparseModel, result: Any) -
     point = np.asarray(values, dtype=np.float64)
     objective = model.offset + float(model.cost @ point)
     return Answer(outcome=outcome, point=point, objective=objective, bound=_safe(dual, objective))
+
+
+def _stopped(mathopt: Any, termination: Any) -> Outcome:
+    return Outcome.SPENT if termination.limit is mathopt.Limit.NODE else Outcome.CUT_OFF
 
 
 def _model_proto(model: SparseModel) -> Any:
@@ -158,7 +178,9 @@ def _model_proto(model: SparseModel) -> Any:
 # -- PuLP's CBC -----------------------------------------------------------------------------------------------
 
 
-def _cbc(model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | None) -> Answer:
+def _cbc(
+    model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | None, corner: bool, nodes: int | None
+) -> Answer:
     try:
         with needs_extra("cbc"):
             import pulp
@@ -169,7 +191,13 @@ def _cbc(model: SparseModel, *, time_limit_s: float, gap: float, hint: Floats | 
         problem, variables = _pulp_problem(pulp, model)
         log = Path(folder) / "cbc.log"
         command = pulp.PULP_CBC_CMD(
-            msg=False, timeLimit=time_limit_s, gapRel=gap, threads=1, logPath=str(log), keepFiles=False
+            msg=False,
+            timeLimit=time_limit_s,
+            gapRel=gap,
+            threads=1,
+            logPath=str(log),
+            keepFiles=False,
+            maxNodes=nodes,
         )
         try:
             problem.solve(command)
@@ -202,8 +230,10 @@ def _from_cbc(pulp: Any, problem: Any, variables: list[Any], model: SparseModel,
         return _nothing(Outcome.INFEASIBLE if "nfeasible" in log else Outcome.CUT_OFF)
     if problem.status not in (pulp.LpStatusOptimal, pulp.LpStatusNotSolved):
         raise SolverError(f"solver=cbc stopped: {pulp.LpStatus[problem.status]}; try ilp:solver=ortools")
-    cut = "Stopped on time limit" in log
+    spent = "Stopped on node limit" in log
+    cut = spent or "Stopped on time limit" in log
     outcome = Outcome.CUT_OFF if cut or problem.status != pulp.LpStatusOptimal else Outcome.SOLVED
+    outcome = Outcome.SPENT if spent else outcome
     values = [v.varValue for v in variables]
     if any(v is None for v in values) or problem.sol_status == pulp.LpSolutionNoSolutionFound:
         return _nothing(outcome)

@@ -1,4 +1,4 @@
-"""The greedy of μ-TWO (MLSys 2023): `greedy` with its holes closed, `paper` to the letter."""
+"""The greedy of μ-TWO (MLSys 2023): `greedy` and `swapping` with its holes closed, `paper` to the letter."""
 
 from strategies.mutwo.greedy import MuTwo
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,22 @@ def test_a_missing_file_a_folder_and_a_pipe_are_refused_without_waiting(tmp_path
     (tmp_path / "loop").symlink_to("loop")
     assert "there is no such file" in refusal(tmp_path / "missing")
     assert "it is a folder, not a file" in refusal(tmp_path)
-    assert "it is a pipe, not a file" in refusal(tmp_path / "pipe")
+    assert "it is a pipe that nobody writes to" in refusal(tmp_path / "pipe")
     assert "cannot be read: " in refusal(tmp_path / "loop")
+
+
+def test_what_comes_through_a_pipe_is_loaded():
+    reading, writing = os.pipe()
+
+    def write():
+        with os.fdopen(writing, "w") as file:
+            file.write(document())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert Graph.load(f"/dev/fd/{reading}") == GRAPH
+    writer.join()
+    os.close(reading)
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '{"format":"recompute-planner graph","schema":1,"graph":['])

@@ -195,12 +195,12 @@ def test_a_whole_number_is_read_as_a_time(saved):
 def test_a_write_that_fails_half_way_leaves_the_old_file_and_nothing_else(saved, monkeypatch):
     before = saved.read_bytes()
 
-    class FullDisk(io.TextIOWrapper):
-        def write(self, text: str) -> int:
-            super().write(text[: len(text) // 2])
+    class FullDisk(io.FileIO):
+        def write(self, data: bytes) -> int:
+            super().write(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "open", lambda path, _mode, **_: FullDisk(io.FileIO(path, "x")))
+    monkeypatch.setattr(Path, "open", lambda path, _mode, **_: FullDisk(path, "x"))
     with pytest.raises(FileFormatError, match="cannot be written: No space left"):
         residual_tower(2).save(saved)
     monkeypatch.undo()

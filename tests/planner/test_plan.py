@@ -504,7 +504,7 @@ def test_a_graph_file_is_no_plan_file(tmp_path):
 @pytest.mark.parametrize(
     ("field", "wrong", "message"),
     [
-        ("how", "offload", "plan.plan.evictions[0].how: 'offload' is not one of recompute"),
+        ("how", "forget", "plan.plan.evictions[0].how: 'forget' is not one of recompute, offload"),
         ("storage", "f0", "plan.plan.evictions[0].storage: expected int, found 'f0'"),
         ("storage", 99, "there is no storage 99"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from planner.errors import GraphError
 from planner.ir import Graph, Phase, TimingKind
-from planner.scaling import Scaling, difference, with_times_of
+from planner.scaling import Scaling, difference, in_proportion, with_times_of
 from planner.synthetic import chain
 
 
@@ -102,3 +102,14 @@ def test_an_op_with_other_tensors_is_refused_by_name():
     fewer = replace(graph, ops=tuple(replace(op, inputs=op.inputs[:-1]) for op in graph.ops))
     with pytest.raises(GraphError, match="op 'f0' of chain-4 is another in chain-4"):
         with_times_of(graph, fewer)
+
+
+def test_in_proportion_everything_that_the_step_makes_grows_and_what_was_there_does_not():
+    graph = chain(4)
+    double = in_proportion(graph, 2.0)
+    assert double.start_bytes == graph.start_bytes
+    assert double.time_us == 2 * graph.time_us
+    made = [s.id for s in graph.storages if graph.maker[s.id] is not None]
+    assert made
+    assert all(double.storages[s].nbytes == 2 * graph.storages[s].nbytes for s in made)
+    assert double.timing.kind is TimingKind.ESTIMATED

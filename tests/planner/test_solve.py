@@ -109,7 +109,7 @@ def test_a_bound_above_the_strategy_s_own_time_is_refused():
     with pytest.raises(PlanError) as caught:
         judged(bounded(10.5), label="boaster")
     assert str(caught.value) == (
-        "boaster: claims that no plan recomputes in less than 10.5 µs, but its own takes 10.0 µs"
+        "boaster: claims that no plan recomputes and waits in less than 10.5 µs, but its own takes 10.0 µs"
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from planner.ir import Op
-from profiler.tracing.whole_step import TracedStep
+from profiler.tracing.whole_step import TracedStep, capture
 
 
 def mlp() -> nn.Module:
@@ -61,6 +61,19 @@ def make(
         return train_step, network, optimizer(network), batch()
 
     return made
+
+
+def captured(
+    train_step: Callable[..., Any] = step,
+    *,
+    model: Callable[[], nn.Module] = mlp,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> tuple[TracedStep, nn.Module, torch.optim.Optimizer, Any]:
+    """A captured step that is still the one it was."""
+    _, network, chosen, batch = make(model=model, optimizer=optimizer)()
+    traced = capture(train_step, network, chosen, batch)
+    assert traced.convention.check(batch) == []
+    return traced, network, chosen, batch
 
 
 def op_named(traced: TracedStep, fragment: str) -> Op:

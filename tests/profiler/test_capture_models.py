@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from bench.workloads import zoo as models
 from planner.ir import Rerun
-from profiler.tracing.without_memory import without_memory
+from profiler.tracing.stand_ins.without_memory import without_memory
 from tests.rewriter import tiny
 from tests.side_by_side import assert_captured_equals_eager
 
@@ -70,5 +71,29 @@ def test_a_recurrent_model_equals_eager():
         model = Tagger()
         batch = torch.randn(4, 5, 4), torch.randint(0, 3, (4,))
         return models.classify, model, torch.optim.SGD(model.parameters(), lr=0.1), batch
+
+    assert_captured_equals_eager(make)
+
+
+def test_a_product_of_groups_is_eagers_in_float32():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 8, 16) * 0.1)
+
+        def forward(self, x):
+            ends = torch.tensor([2, 5, 8], dtype=torch.int32)
+            return torch.nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def make():
+        model = Experts()
+        return step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 8)
 
     assert_captured_equals_eager(make)

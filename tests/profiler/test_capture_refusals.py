@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import distributed, nn, optim
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_module
 from torch.nn import functional as F  # noqa: N812
 
 from profiler.errors import CaptureError
@@ -151,13 +150,16 @@ def test_a_step_that_changes_the_rate_is_refused():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_a_rate_that_the_step_itself_reads_is_guarded():
+def test_a_rate_that_the_step_itself_needs_as_a_number_is_guarded():
     def step(model, optimizer, batch):
-        return small.step(model, optimizer, batch), optimizer.param_groups[0]["lr"]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1]) * optimizer.param_groups[0]["lr"]
+        loss.backward()
+        optimizer.step()
+        return loss
 
     _, model, optimizer, batch = small.make()()
     traced = capture(step, model, optimizer, batch)
-    assert traced.run(batch)[1] == 0.1
     optimizer.param_groups[0]["lr"] = 0.2
     assert "'lr' of optimizer group 0 was 0.1 and is 0.2" in traced.convention.check(batch)
 
@@ -273,36 +275,6 @@ def test_a_step_that_is_no_longer_the_captured_one_is_noticed(change):
     assert torch.equal(weights, model[0].weight)
 
 
-def test_checkpointing_inside_the_model_is_refused_where_it_would_redraw_dropout():
-    class Inside(nn.Module):
-        def __init__(self, p: float) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(p), nn.Linear(4, 4))
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False).sum()
-
-    def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    for p, refused in ((0.5, True), (0.0, False)):
-        model = Inside(p)
-        if not refused:
-            model.inner[1] = nn.Identity()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = torch.get_rng_state()
-        if refused:
-            with pytest.raises(CaptureError, match="checkpointing inside the model"):
-                capture(step, model, optimizer, torch.ones(2, 4))
-        else:
-            assert capture(step, model, optimizer, torch.ones(2, 4)).graph.ops
-        assert torch.equal(torch.get_rng_state(), before)
-
-
 # -- wrappers that hide what happens ------------------------------------------------------------------------------
 
 
@@ -311,10 +283,6 @@ def one_process():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield distributed.init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
-
-
-def distributed_data_parallel(model, mesh):
-    return nn.parallel.DistributedDataParallel(model)
 
 
 def distributed_inside(model, mesh):
@@ -330,16 +298,8 @@ def fully_sharded(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def of_distributed_tensors(model, mesh):
-    return distribute_module(model, mesh)
-
-
 WRAPPED = {
-    distributed_data_parallel: "the model is of class DistributedDataParallel",
-    distributed_inside: "module 0 is of class DistributedDataParallel",
     fully_sharded_data_parallel: "the model is of class FullyShardedDataParallel",
-    fully_sharded: "the model is of class FSDPModule",
-    of_distributed_tensors: "parameter 0.weight is of class DTensor",
 }
 
 
@@ -348,6 +308,18 @@ WRAPPED = {
 def test_a_model_that_communicates_is_refused(wrap, one_process):
     model = wrap(small.mlp(), one_process)
     with pytest.raises(CaptureError, match=f"{WRAPPED[wrap]}: communication .* pass the bare module"):
+        capture(small.step, model, small.sgd(model), small.data())
+
+
+def test_a_sharded_model_of_one_process_is_captured(one_process):
+    model = fully_sharded(small.mlp(), one_process)
+    traced = capture(small.step, model, small.sgd(model), small.data())
+    assert any("all_gather" in op.target for op in traced.graph.ops)
+
+
+def test_a_part_of_the_model_that_communicates_is_refused(one_process):
+    model = distributed_inside(small.mlp(), one_process)
+    with pytest.raises(CaptureError, match=r"module 0 is wrapped in DistributedDataParallel .* pass the wrapped model"):
         capture(small.step, model, small.sgd(model), small.data())
 
 
@@ -367,6 +339,82 @@ def test_a_compiled_step_is_refused():
     _, model, optimizer, batch = small.make()()
     with pytest.raises(CaptureError, match="pass the uncompiled function"):
         capture(torch.compile(small.step), model, optimizer, batch)
+
+
+# -- switches of torch's --------------------------------------------------------------------------------------------
+
+TURNED = {
+    torch.set_default_dtype: (torch.get_default_dtype, torch.float64),
+    torch.set_float32_matmul_precision: (torch.get_float32_matmul_precision, "medium"),
+    torch.use_deterministic_algorithms: (torch.are_deterministic_algorithms_enabled, True),
+}
+
+
+@pytest.mark.parametrize("turn", TURNED, ids=lambda turn: turn.__name__)
+def test_a_step_that_turns_a_switch_is_refused_and_the_switch_stays_as_it_was(turn):
+    get, other = TURNED[turn]
+    before = get()
+
+    def step(model, optimizer, batch):
+        getattr(torch, turn.__name__)(other)
+        try:
+            return small.step(model, optimizer, batch)
+        finally:
+            turn(before)
+
+    with pytest.raises(CaptureError, match=f"the step calls torch.{turn.__name__}"):
+        capture(*small.make(step)())
+    assert get() == before
+
+
+def test_a_step_may_set_a_switch_to_what_it_is():
+    def step(model, optimizer, batch):
+        torch.set_default_dtype(torch.float32)
+        return small.step(model, optimizer, batch)
+
+    assert_captured_equals_eager(small.make(step))
+
+
+# -- TorchScript ---------------------------------------------------------------------------------------------------
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor):
+    return x * torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 6))])
+def test_a_module_in_torchscript_is_refused_with_both_ways_out(make):
+    model = small.mlp()
+    model[0] = make(model[0])
+    with pytest.raises(
+        CaptureError, match=r"module 0 is of class ScriptModule.* before torch.jit.script .*_model\(part"
+    ):
+        capture(small.step, model, optim.SGD(model[4].parameters(), lr=0.1), small.data())
+
+
+def scripted_loss(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = scripted(F.cross_entropy(model(batch[0]), batch[1]))
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_a_differentiated_function_in_torchscript_is_refused_unless_it_is_not_rewritten():
+    with pytest.raises(
+        CaptureError, match=r"scripted is in TorchScript and differentiated.*optimized_execution\(False"
+    ):
+        capture(*small.make(scripted_loss)())
+    with torch.jit.optimized_execution(False):
+        assert_captured_equals_eager(small.make(scripted_loss))
+
+
+def test_a_function_in_torchscript_of_data_alone_equals_eager():
+    def step(model, optimizer, batch):
+        return small.step(model, optimizer, (scripted(batch[0]), batch[1]))
+
+    assert_captured_equals_eager(small.make(step))
 
 
 # -- gradient scalers ---------------------------------------------------------------------------------------------

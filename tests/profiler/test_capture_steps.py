@@ -9,27 +9,16 @@ from torch.nn import functional as F  # noqa: N812
 
 from planner.ir import Phase, Role
 from profiler.tracing.whole_step import capture
+from tests import step_forms
 from tests.profiler import small
 from tests.side_by_side import assert_captured_equals_eager
-
-
-def loss_of(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
 
 BOTH = pytest.mark.parametrize("optimizer", [small.sgd, small.adam])
 
 
 @BOTH
 def test_a_step_that_clears_gradients_at_its_end(optimizer):
-    def step(model, optimizer, batch):
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    traced = assert_captured_equals_eager(small.make(step, optimizer=optimizer))
+    traced = assert_captured_equals_eager(small.make(step_forms.clearing_at_the_end, optimizer=optimizer))
     assert not any(s.role is Role.GRADIENT for s in map(traced.graph.storages.__getitem__, held(traced)))
 
 
@@ -40,7 +29,7 @@ def held(traced):
 @BOTH
 def test_a_step_that_never_clears_its_gradients_is_captured_with_and_without_them(optimizer):
     def step(model, optimizer, batch):
-        loss = loss_of(model, batch)
+        loss = step_forms.loss_of(model, batch)
         loss.backward()
         optimizer.step()
         return loss
@@ -55,7 +44,7 @@ def test_a_step_that_never_clears_its_gradients_is_captured_with_and_without_the
 def test_a_step_that_zeroes_its_gradients_in_place(optimizer):
     def step(model, optimizer, batch):
         optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(model, batch)
+        loss = step_forms.loss_of(model, batch)
         loss.backward()
         optimizer.step()
         return loss
@@ -74,15 +63,7 @@ def test_gradients_present_before_a_step_that_clears_them_do_not_matter(optimize
 
 @BOTH
 def test_clipping_by_norm(optimizer):
-    def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        return loss, norm
-
-    traced = assert_captured_equals_eager(small.make(step, optimizer=optimizer))
+    traced = assert_captured_equals_eager(small.make(step_forms.clipping, optimizer=optimizer))
     norms = [op for op in traced.graph.ops if "norm" in op.target and "batch" not in op.target]
     assert norms
     assert all(op.phase is Phase.OPTIMIZER for op in norms)
@@ -96,7 +77,7 @@ def test_clipping_over_a_list_of_parameters_made_before_the_step(optimizer):
 
         def step(model, optimizer, batch):
             optimizer.zero_grad()
-            loss = loss_of(model, batch)
+            loss = step_forms.loss_of(model, batch)
             loss.backward()
             nn.utils.clip_grad_norm_(params, 0.1)
             nn.utils.clip_grad_value_(params, 0.01)
@@ -110,40 +91,22 @@ def test_clipping_over_a_list_of_parameters_made_before_the_step(optimizer):
 
 @BOTH
 def test_accumulation_over_micro_batches(optimizer):
-    def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        total = 0.0
-        for images, labels in zip(batch[0].chunk(3), batch[1].chunk(3), strict=True):
-            loss = F.cross_entropy(model(images), labels) / 3
-            loss.backward()
-            total = total + loss.detach()
-        optimizer.step()
-        return total
-
-    traced = assert_captured_equals_eager(small.make(step, optimizer=optimizer))
+    traced = assert_captured_equals_eager(small.make(step_forms.accumulating, optimizer=optimizer))
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        assert {op.round for op in traced.graph.ops if op.phase is phase} == {0, 1, 2}
-    assert {op.round for op in traced.graph.ops if op.phase is Phase.OPTIMIZER} == {2}
+        assert {op.round for op in traced.graph.ops if op.phase is phase} == {0, 1}
+    assert {op.round for op in traced.graph.ops if op.phase is Phase.OPTIMIZER} == {1}
 
 
 @BOTH
 def test_a_step_written_with_autograd_grad(optimizer):
-    def step(model, optimizer, batch):
-        params = list(model.parameters())
-        loss = loss_of(model, batch)
-        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
-            p.grad = g
-        optimizer.step()
-        return loss
-
-    traced = assert_captured_equals_eager(small.make(step, optimizer=optimizer))
+    traced = assert_captured_equals_eager(small.make(step_forms.by_autograd_grad, optimizer=optimizer))
     assert len(traced.gradients) == 6
 
 
 def test_an_update_written_by_hand_without_the_optimizer():
     def step(model, optimizer, batch):
         params = list(model.parameters())
-        loss = loss_of(model, batch)
+        loss = step_forms.loss_of(model, batch)
         gradients = torch.autograd.grad(loss, params)
         with torch.no_grad():
             for p, g in zip(params, gradients, strict=True):
@@ -183,15 +146,7 @@ def test_a_gradient_penalty_that_differentiates_twice():
 
 @BOTH
 def test_bfloat16_autocast(optimizer):
-    def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    assert_captured_equals_eager(small.make(step, optimizer=optimizer))
+    assert_captured_equals_eager(small.make(step_forms.autocast, optimizer=optimizer))
 
 
 def test_autocast_of_a_layer_used_twice_sums_its_gradient_as_eager_does():
@@ -203,15 +158,7 @@ def test_autocast_of_a_layer_used_twice_sums_its_gradient_as_eager_does():
         def forward(self, x):
             return self.head(self.layer(self.layer(x).relu()))
 
-    def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    assert_captured_equals_eager(small.make(step, model=Twice))
+    assert_captured_equals_eager(small.make(step_forms.autocast, model=Twice))
 
 
 @BOTH
@@ -245,16 +192,7 @@ def test_a_parameter_that_the_step_does_not_use():
 
 @BOTH
 def test_a_step_that_returns_more_than_the_loss(optimizer):
-    def step(model, optimizer, batch):
-        optimizer.zero_grad()
-        logits = model(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        loss.backward()
-        optimizer.step()
-        correct = (logits.argmax(1) == batch[1]).sum()
-        return {"loss": loss, "more": (logits, correct, "text", 3), "batch": batch[0]}
-
-    assert_captured_equals_eager(small.make(step, optimizer=optimizer))
+    assert_captured_equals_eager(small.make(step_forms.returning_more, optimizer=optimizer))
 
 
 def test_a_step_that_returns_nothing():
@@ -336,39 +274,30 @@ def test_class_weights_from_outside_are_read_where_they_lie():
     assert_captured_equals_eager(make, between=change)
 
 
+def test_a_view_of_a_tensor_from_outside_is_read_where_it_lies():
+    table = torch.arange(6.0)
+    offset = table.unsqueeze(0)
+
+    def step(model, optimizer, batch):
+        return small.step(model, optimizer, (batch[0] + offset.detach().type_as(batch[0]), batch[1]))
+
+    def between(i, model, optimizer):
+        table.add_(0.1)
+
+    def make():
+        table.copy_(torch.arange(6.0))
+        return small.make(step)()
+
+    assert_captured_equals_eager(make, between=between)
+
+
 def test_buffers_that_are_replaced_by_new_tensors_each_step():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 4)
-            self.register_buffer("mean", torch.zeros(6))
-
-        def forward(self, x):
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-            return self.layer(x - self.mean)
-
-    assert_captured_equals_eager(small.make(model=Mean))
+    assert_captured_equals_eager(small.make(model=step_forms.RunningMean))
 
 
 def test_a_moving_average_of_the_weights_kept_inside_the_step():
-    class Averaged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 4)
-            self.register_buffer("average", self.layer.weight.detach().clone())
-
-        def forward(self, x):
-            return self.layer(x)
-
-    def step(model, optimizer, batch):
-        loss = small.step(model, optimizer, batch)
-        with torch.no_grad():
-            model.average.lerp_(model.layer.weight, 0.1)
-            model.layer.weight.clamp_(-0.3, 0.3)
-        return loss
-
     for optimizer in (small.sgd, small.adam):
-        assert_captured_equals_eager(small.make(step, model=Averaged, optimizer=optimizer))
+        assert_captured_equals_eager(small.make(step_forms.averaging, model=step_forms.Averaged, optimizer=optimizer))
 
 
 def test_a_step_that_sets_train_mode_itself():

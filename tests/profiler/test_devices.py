@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from planner.errors import PlannerError
+from planner.host_link import HostLink
 from profiler.estimating import calibration
 from profiler.estimating.devices import (
     A100,
@@ -53,7 +54,9 @@ def test_the_cpu_is_described_by_a_benchmark(monkeypatch):
 
 
 def test_every_device_cites_its_source_and_can_do_something():
-    assert {"A100-40", "A100-80", "H100-80", "L4", "T4", "V100-16", "V100-32", "RTX3090", "RTX4090"} == set(DEVICES)
+    assert {"A100-40", "A100-80", "H100-80", "L4", "T4", "V100-16", "V100-32", "RTX3090", "RTX4090", "GH200-96"} == set(
+        DEVICES
+    )
     for name, known in DEVICES.items():
         assert name == known.name
         assert "NVIDIA" in known.source
@@ -144,7 +147,7 @@ def test_four_figures_make_a_device(tmp_path):
     assert mine.source == f"the file {path}"
     known = DEVICES["RTX3090"]
     assert (mine.block_bytes, mine.launch_us, mine.workspaces) == (512, known.launch_us, known.workspaces)
-    assert mine.usable_bytes == int(23.5 * GIB * 0.95)
+    assert mine.usable_bytes == int(23.5 * GIB * 0.99)
 
 
 def test_every_other_field_is_read(tmp_path):
@@ -243,3 +246,22 @@ def test_what_the_driver_shows_to_programs_is_less_the_context(tmp_path):
 def test_memory_that_is_seen_must_be_there_and_be_said_once(tmp_path, lines, said):
     with pytest.raises(DeviceError, match=said):
         find_device(written(tmp_path, GOOD + lines + "\n"))
+
+
+def test_every_known_device_has_a_link_to_its_host_by_its_generation():
+    links = {name: device.host_link for name, device in DEVICES.items()}
+    assert all(links.values())
+    speeds = {name: round(link.out_bytes_per_s / 1e9, 1) for name, link in links.items()}
+    assert (speeds["T4"], speeds["A100-40"], speeds["H100-80"], speeds["GH200-96"]) == (12.6, 25.2, 50.4, 360.0)
+
+
+def test_a_device_file_may_name_its_link(tmp_path):
+    figures = 'name = "mine"\nmemory_gib = 24\nbandwidth_gb_per_s = 936\nfloat32_tflops = 35.6\n'
+    path = tmp_path / "mine.toml"
+    path.write_text(figures)
+    assert find_device(str(path)).host_link is None
+    path.write_text(figures + "host_link_gb_per_s = 10\nhost_link_share = 0.5\n")
+    assert find_device(str(path)).host_link == HostLink.of(5.0)
+    path.write_text(figures + "host_link_gb_per_s = 0\n")
+    with pytest.raises(DeviceError, match="host_link_gb_per_s = 0: expected a number above 0"):
+        find_device(str(path))

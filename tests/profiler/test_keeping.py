@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 from profiler.measuring.restoring import state_kept
+from tests import step_forms
 from tests.profiler import small
 
 
@@ -88,17 +89,7 @@ def test_an_error_inside_leaves_no_trace_and_comes_through():
 
 
 def test_a_replaced_buffer_is_put_back():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 4)
-            self.register_buffer("mean", torch.zeros(6))
-
-        def forward(self, x):
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-            return self.layer(x - self.mean)
-
-    step, model, optimizer, batch = small.make(model=Mean)()
+    step, model, optimizer, batch = small.make(model=step_forms.RunningMean)()
     mean = model.mean
     with state_kept(model, optimizer):
         step(model, optimizer, batch)

@@ -5,8 +5,9 @@ import torch
 from torch import fx, nn, optim
 
 from profiler.errors import CaptureError
-from profiler.tracing.calling import RateSlot
-from profiler.tracing.learning_rates import Rate, RatesKept, make_rates_live
+from profiler.tracing.calling_convention import RateSlot
+from profiler.tracing.updates.learning_rates import Rate, RatesKept, make_rates_live
+from profiler.tracing.whole_step import capture
 from tests.profiler import small
 from tests.side_by_side import assert_captured_equals_eager
 
@@ -93,3 +94,59 @@ def _graph_of_one_input():
     graph = fx.Graph()
     graph.placeholder("x")
     return graph
+
+
+# -- read by the step itself ------------------------------------------------------------------------------------------
+
+
+def returns_its_rate(model, optimizer, batch):
+    rate = optimizer.param_groups[0]["lr"]
+    return small.step(model, optimizer, batch), rate, {"in percent": 100 * rate, "half": -rate / 2}
+
+
+def updates_by_its_rate(model, optimizer, batch):
+    loss = small.step(model, optimizer, batch)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(optimizer.param_groups[0].get("lr") * p)
+    return loss, f"at a rate below {1:.1f}"
+
+
+@pytest.mark.parametrize("step", [returns_its_rate, updates_by_its_rate])
+@pytest.mark.parametrize("optimizer", [small.sgd, small.adam])
+def test_a_rate_that_the_step_returns_or_computes_with_is_live(step, optimizer):
+    def decay(i, model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1 / (i + 2)
+
+    assert_captured_equals_eager(small.make(step, optimizer=optimizer), between=decay)
+
+
+def test_of_a_rate_that_decides_only_the_outcome_is_assumed():
+    def step(model, optimizer, batch):
+        loss = small.step(model, optimizer, batch)
+        return loss * (2 if optimizer.param_groups[0]["lr"] > 0.03 else 1)
+
+    def decay(i, model, optimizer):
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    assert_captured_equals_eager(small.make(step), between=decay, steps=5, recaptures=1)
+
+
+@pytest.mark.parametrize("other", [torch.tensor(0.2), 1])
+def test_a_returned_rate_that_becomes_something_else_than_a_float_is_noticed(other):
+    step, model, optimizer, batch = small.make(returns_its_rate, optimizer=small.adam)()
+    traced = capture(step, model, optimizer, batch)
+    assert traced.convention.check(batch) == []
+    optimizer.param_groups[0]["lr"] = other
+    assert traced.convention.check(batch) != []
+
+
+def test_a_rate_made_into_text_is_the_number_it_is_and_guarded():
+    def step(model, optimizer, batch):
+        return small.step(model, optimizer, batch), f"{optimizer.param_groups[0]['lr']:.2f}"
+
+    _, model, optimizer, batch = small.make()()
+    traced = capture(step, model, optimizer, batch)
+    assert traced.run(batch)[1] == "0.10"
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert traced.convention.check(batch) != []

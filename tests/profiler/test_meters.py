@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.autograd.profiler import record_function
 
 from planner.ir import TimingKind
 from profiler.measuring import meters
-from profiler.measuring.meters import CpuMeter, CudaMeter, MemorySample, meter_for, peak_above_start
+from profiler.measuring.meters import CpuMeter, CudaMeter, MemorySample, Span, meter_for, peak_above_start
 from profiler.measuring.op_times import measure
 from profiler.tracing.whole_step import capture
 from tests.profiler import small
@@ -155,6 +156,18 @@ def test_a_step_is_measured_through_the_cuda_meter():
     assert {stats.peak_bytes - stats.before_bytes for stats in result.stats} == {64}
 
 
+def test_a_cuda_watch_knows_bytes_and_time_of_every_span():
+    cuda = FakeCuda(allocated=1000, highest=9000)
+    watch = CudaMeter(cuda, GPU).watch()
+    cuda.work(5.0, allocates=300, frees=100)
+    watch.mark()
+    cuda.work(7.0, allocates=50, frees=200)
+    assert watch.spans() == [
+        Span(before_bytes=0, peak_bytes=300, after_bytes=200, time_us=pytest.approx(5.0)),
+        Span(before_bytes=200, peak_bytes=250, after_bytes=50, time_us=pytest.approx(7.0)),
+    ]
+
+
 # -- CPU ------------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +218,26 @@ def test_the_cpu_probe_sees_outputs_workspace_and_what_remains():
     ]
 
 
+def test_a_cpu_watch_knows_bytes_and_time_of_every_span():
+    watch = CpuMeter().watch()
+    assert watch is not None
+    assert CpuMeter().watch() is None, "one at a time"
+    first = buffer(1000)
+    watch.mark()
+    scratch = buffer(400)
+    del first, scratch
+    watch.mark()
+    kept = buffer(10)
+    spans = watch.spans()
+    assert [(s.before_bytes, s.peak_bytes, s.after_bytes) for s in spans] == [
+        (0, 1000, 1000),
+        (1000, 1400, 0),
+        (0, 10, 10),
+    ]
+    assert all(s.time_us > 0 for s in spans)
+    assert len(kept) == 10
+
+
 def test_the_cpu_probe_sees_the_temporary_of_a_call():
     a = torch.randn(64, 64)
     with CpuMeter().memory_probe() as probe:
@@ -226,6 +259,19 @@ def test_a_probe_of_no_calls_has_no_samples():
     with CpuMeter().memory_probe() as probe:
         pass
     assert probe.samples() == []
+
+
+def test_a_cpu_watch_knows_whether_it_ended_inside_of_a_record_that_began_under_it():
+    with record_function("around"):
+        watch = CpuMeter().watch()
+        with record_function("inside"):
+            torch.ones(3)
+        watch.end()
+        assert not watch.is_cut
+    watch = CpuMeter().watch()
+    with record_function("open"):
+        watch.end()
+    assert watch.is_cut
 
 
 def test_a_call_that_raises_leaves_the_allocator_unwatched():

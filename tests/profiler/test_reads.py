@@ -8,7 +8,7 @@ from torch import nn, optim
 from torch.nn import functional as F  # noqa: N812
 
 from profiler.errors import CaptureError
-from profiler.tracing.assumptions import BrokenAssumption, Turns, same
+from profiler.tracing.eager_ways.assumptions import BrokenAssumption, Turns, same
 from profiler.tracing.whole_step import capture
 from tests.profiler import small
 from tests.side_by_side import assert_captured_equals_eager, assert_same, snapshot
@@ -294,3 +294,111 @@ def test_a_read_that_differs_ever_again_is_refused_with_both_ways_out():
 )
 def test_numbers_are_the_same_to_the_bit(a, b, alike):
     assert same(a, b) is alike
+
+
+# -- shapes that depend on values -------------------------------------------------------------------------------------
+
+
+def weighted_by_counts(model, optimizer, batch):
+    counts = torch.bincount(batch[1], minlength=4)
+    loss = F.cross_entropy(model(batch[0]), batch[1], weight=counts.float() / len(batch[1]))
+    stepped(loss, optimizer)
+    return loss, counts
+
+
+def test_counts_of_labels_are_live_and_their_length_is_assumed():
+    traced = assert_captured_equals_eager(small.make(weighted_by_counts))
+    assert [expected.value for expected in traced.convention.beforehand.expected] == [[[4]]]
+    features, labels = small.data()
+    (said,) = traced.convention.check((features, labels.clone().fill_(6)))
+    assert "was [[4]] and is [[7]]" in said
+
+
+class Chosen(nn.Module):
+    """Picks features by a mask that is a buffer, and by labels that are constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+
+    def forward(self, x):
+        kinds = torch.unique(torch.tensor([3, 1, 1, 0, 2]))
+        return self.inner(x)[:, self.mask][:, kinds]
+
+
+def test_a_shape_that_constants_and_buffers_decide_is_captured():
+    assert_captured_equals_eager(small.make(model=Chosen))
+    step, model, optimizer, batch = small.make(model=Chosen)()
+    traced = capture(step, model, optimizer, batch)
+    model.mask[1] = True
+    with pytest.raises(BrokenAssumption, match=r"self.mask.* was \[\[12, 4\]\] and is \[\[12, 5\]\]"):
+        traced.run(batch)
+
+
+def test_ctc_with_lengths_that_are_constants_is_captured():
+    lengths = torch.full((3,), 4), torch.full((3,), 2)
+
+    def step(model, optimizer, batch):
+        scores = model(batch[0]).view(4, 3, 4).log_softmax(-1)
+        loss = F.ctc_loss(scores, batch[1].view(3, 4)[:, :2].clamp(1), *lengths)
+        stepped(loss, optimizer)
+        return loss
+
+    assert_captured_equals_eager(small.make(step))
+
+
+def of_known_labels(model, optimizer, batch):
+    known = (batch[1] >= 0).nonzero().squeeze(1)
+    loss = F.cross_entropy(model(batch[0])[known], batch[1][batch[1] >= 0])
+    stepped(loss, optimizer)
+    return loss
+
+
+def test_a_mask_that_leaves_nothing_out_is_assumed_to_do_so_and_checked_before_each_step():
+    traced = assert_captured_equals_eager(small.make(of_known_labels))
+    features, labels = small.data()
+    labels[0] = -1
+    assert "was [[12, 1]] and is [[11, 1]]" in traced.convention.check((features, labels))[0]
+    with pytest.raises(CaptureError, match="shape depends on data"):
+        capture(*small.make(of_known_labels)()[:3], (features, labels))
+
+
+@pytest.mark.parametrize("classes", [4, -1])
+def test_labels_as_vectors_are_made_as_eager_makes_them_and_refused_out_of_range(classes):
+    def step(model, optimizer, batch):
+        loss = F.mse_loss(model(batch[0]), F.one_hot(batch[1], classes).float())
+        stepped(loss, optimizer)
+        return loss
+
+    traced = assert_captured_equals_eager(small.make(step))
+    assert any("scatter" in op.target for op in traced.graph.ops), "by other ops than eager's"
+    features, labels = small.data()
+    assert traced.convention.check((features, labels + 1)) != []
+    assert traced.convention.check((features, labels - 1)) != []
+
+
+# -- assertions -------------------------------------------------------------------------------------------------------
+
+ASSERTIONS = {
+    "assert": lambda out: bool(out.isfinite().all()),
+    "torch._assert": lambda out: torch._assert(out.isfinite().all(), "not finite"),
+    "torch._assert_async": lambda out: torch._assert_async(out.isfinite().all()),
+    "torch.testing": lambda out: torch.testing.assert_close(out, out * 1.0),
+}
+
+
+@pytest.mark.parametrize("check", ASSERTIONS.values(), ids=ASSERTIONS)
+def test_an_assertion_of_the_users_is_never_dropped(check):
+    def step(model, optimizer, batch):
+        out = model(batch[0])
+        check(out)
+        loss = F.cross_entropy(out, batch[1])
+        stepped(loss, optimizer)
+        return loss
+
+    assert_captured_equals_eager(small.make(step))
+    step, model, optimizer, batch = small.make(step)()
+    traced = capture(step, model, optimizer, batch)
+    with pytest.raises((BrokenAssumption, RuntimeError)):
+        traced.run((batch[0] * math.nan, batch[1]))

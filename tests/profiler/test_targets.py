@@ -10,7 +10,7 @@ from planner.plan import Plan
 from planner.schedule import lower
 from profiler import CaptureError, capture, capture_without_memory
 from profiler.estimating.roofline import flops
-from profiler.tracing.gpu_kernels import PHILOX_STATE_BYTES, Change, Target
+from profiler.tracing.fx_graphs.gpu_kernels import PHILOX_STATE_BYTES, Change, Target
 from rewriter.replay import apply
 from tests.profiler.small import make
 

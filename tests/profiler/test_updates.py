@@ -12,6 +12,7 @@ from planner.schedule import lower
 from planner.simulator import simulate
 from profiler.errors import CaptureError
 from profiler.tracing.whole_step import capture
+from tests import step_forms
 from tests.profiler import small
 from tests.rewriter import tiny
 from tests.side_by_side import assert_same, eager, history, seeded
@@ -190,23 +191,9 @@ def test_accumulation_over_micro_batches_waits_for_the_last_one():
 
 
 def test_what_the_step_does_after_the_optimizer_sees_updated_parameters():
-    class Averaged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 4)
-            self.register_buffer("average", self.layer.weight.detach().clone())
-
-        def forward(self, x):
-            return self.layer(x)
-
-    def step(model, optimizer, batch):
-        loss = small.step(model, optimizer, batch)
-        with torch.no_grad():
-            model.average.lerp_(model.layer.weight, 0.1)
-            model.layer.weight.clamp_(-0.3, 0.3)
-        return loss
-
-    assert_equals_eager(with_optimizer(OPTIMIZERS["SGD foreach"], model=Averaged, train_step=step), **BOTH)
+    assert_equals_eager(
+        with_optimizer(OPTIMIZERS["SGD foreach"], model=step_forms.Averaged, train_step=step_forms.averaging), **BOTH
+    )
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------

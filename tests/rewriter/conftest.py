@@ -6,7 +6,7 @@ import pytest
 
 import rewriter.pipeline
 from tests.rewriter import tiny
-from tests.shared import case_of, remembered_capture, remembered_ops
+from tests.shared import case_of, remembered_again, remembered_capture
 from tests.side_by_side import Workload
 
 
@@ -14,7 +14,7 @@ from tests.side_by_side import Workload
 def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning the workload of a shared case again does not trace it again."""
     monkeypatch.setattr(rewriter.pipeline, "capture", remembered_capture)
-    monkeypatch.setattr(rewriter.pipeline, "traced_ops", remembered_ops)
+    monkeypatch.setattr(rewriter.pipeline, "trace_again", remembered_again)
 
 
 @pytest.fixture

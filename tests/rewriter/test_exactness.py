@@ -1,17 +1,16 @@
 """Steps planned against steps eager: every bit of every result, for every model, strategy and step form."""
 
 import pytest
-import torch
 from torch import nn, optim
-from torch.nn import functional as F  # noqa: N812
 
 import strategies
 from planner.ir import Rerun
+from tests import step_forms
 from tests.rewriter import tiny
 from tests.shared import case_of
 from tests.side_by_side import assert_planned_equals_eager, demanding
 
-SPECS = [*(name for name in strategies.names() if name != "keep_all"), "mutwo:faithful=true"]
+SPECS = [*(name for name in strategies.names() if name not in ("keep_all", "offload_only")), "mutwo:faithful=true"]
 # What must be among the recomputed: batch norms or dropouts, where the model has them in its body.
 WANTED = {
     "resnet": [Rerun.WITHOUT_SIDE_EFFECT],
@@ -32,85 +31,7 @@ def test_three_steps_under_a_plan_that_drops_a_third_or_more_equal_eager(name, s
 # -- step forms ---------------------------------------------------------------------------------------------------
 
 
-def loss_of(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def plain(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def accumulating(model, optimizer, batch):
-    optimizer.zero_grad()
-    total = 0.0
-    for images, labels in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-        loss = loss_of(model, (images, labels)) / 2
-        loss.backward()
-        total = total + loss.detach()
-    optimizer.step()
-    return total
-
-
-def clipping(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    return loss, norm
-
-
-def autocast(model, optimizer, batch):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def by_autograd_grad(model, optimizer, batch):
-    params = list(model.parameters())
-    loss = loss_of(model, batch)
-    for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
-        p.grad = g
-    optimizer.step()
-    return loss
-
-
-def returning_more(model, optimizer, batch):
-    optimizer.zero_grad()
-    logits = model(batch[0])
-    loss = F.cross_entropy(logits, batch[1])
-    loss.backward()
-    optimizer.step()
-    return {"loss": loss, "more": (logits, (logits.argmax(1) == batch[1]).sum(), "text", 3)}
-
-
-def clearing_at_the_end(model, optimizer, batch):
-    loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-STEPS = [
-    plain,
-    accumulating,
-    clipping,
-    autocast,
-    by_autograd_grad,
-    returning_more,
-    clearing_at_the_end,
-]
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("step", step_forms.FORMS, ids=lambda step: step.__name__)
 def test_a_planned_step_equals_eager_whatever_its_form(step):
     assert_planned_equals_eager(tiny.with_step(step), "mutwo", "sqrtn")
 
@@ -145,7 +66,7 @@ OPTIMIZERS = [adam, nesterov, without_momentum, dampened, fused_adamw, grouped]
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
 def test_a_planned_step_equals_eager_whatever_its_optimizer(optimizer):
-    traced = assert_planned_equals_eager(tiny.with_step(plain, optimizer=optimizer), "mutwo")
+    traced = assert_planned_equals_eager(tiny.with_step(step_forms.plain, optimizer=optimizer), "mutwo")
     assert bool(traced.opaque_reason) == (optimizer in (adam, dampened))
 
 
@@ -153,7 +74,7 @@ def test_default_adam_with_clipping_and_accumulation_equals_eager():
     def step(model, optimizer, batch):
         optimizer.zero_grad()
         for images, labels in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-            loss_of(model, (images, labels)).backward()
+            step_forms.loss_of(model, (images, labels)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         return norm
@@ -174,7 +95,7 @@ def test_a_scheduler_between_the_steps_is_honoured(optimizer):
 
         return between
 
-    assert_planned_equals_eager(tiny.with_step(plain, optimizer=optimizer), "mutwo", between=scheduled)
+    assert_planned_equals_eager(tiny.with_step(step_forms.plain, optimizer=optimizer), "mutwo", between=scheduled)
 
 
 def test_frozen_layers_stay_frozen():
@@ -184,5 +105,5 @@ def test_frozen_layers_stay_frozen():
         model[5].requires_grad_(False)
         return model
 
-    traced = assert_planned_equals_eager(tiny.with_step(plain, model=frozen), "mutwo", "sqrtn")
+    traced = assert_planned_equals_eager(tiny.with_step(step_forms.plain, model=frozen), "mutwo", "sqrtn")
     assert not {"0.weight", "5.weight"} & set(traced.gradients)

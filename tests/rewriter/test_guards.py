@@ -12,7 +12,7 @@ from profiler.errors import CaptureError
 from rewriter import checkpoint
 from tests.hooks import scales_what_was_accumulated, updates_in_the_backward
 from tests.rewriter import tiny
-from tests.rewriter.side_by_side import assert_same, eager, history, seeded
+from tests.side_by_side import assert_same, eager, history, seeded
 
 plain = tiny.models.classify
 

@@ -1,19 +1,27 @@
 """checkpoint_model: forward and backward planned in place, equal to eager in loops that stay the user's own Python."""
 
 import copy
+import gc
 import pickle
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F  # noqa: N812 - the field's own name for it
+from torch.optim import optimizer as optimizer_module
 
-from planner.errors import BudgetError, PlannerError, StrategyError
+from planner.errors import BudgetError, FileFormatError, PlannerError, StrategyError
+from profiler.errors import CaptureError
 from profiler.measuring.meters import CpuMeter, peak_above_start
+from profiler.tracing.whole_step import capture
 from rewriter import BackwardError, OverBudget, checkpoint_model, uncheckpoint
-from rewriter.model import digest
+from rewriter import model as model_door
 from rewriter.proof import same_bits
+from rewriter.ways.common import Kernels, PlannedWay, Way
+from rewriter.ways.own_capture.way import OwnCapture
+from rewriter.ways.trials import digest
 from tests.rewriter import tiny
+from tests.side_by_side import seeded
 
 
 class TwoHeads(nn.Module):
@@ -171,7 +179,7 @@ def test_hooks_see_gradients_as_they_are_complete():
             p.register_post_accumulate_grad_hook(lambda p, name=name, seen=seen: seen.append(name))
     assert_trains_equally(eager, planned, classified, steps=3)
     assert sorted(orders[0]) == sorted(orders[1])
-    assert len(planned.planned.form.halves.stages) > 1
+    assert len(planned.planned.taken.form.halves.stages) > 1
 
 
 def test_an_output_that_gets_no_gradient_leaves_its_parameters_without_one():
@@ -233,6 +241,10 @@ def test_a_budget_that_nobody_can_meet_names_the_floor_and_leaves_the_model():
     [
         (lambda: nn.Linear(2, 2), {"budget": "many"}, BudgetError, "give bytes"),
         (lambda: nn.Linear(2, 2), {"budget": "50%", "strategy": "none such"}, StrategyError, "there are"),
+        (lambda: nn.Linear(2, 2), {"budget": "50%", "kernels": "fast"}, PlannerError, "there are 'eager'"),
+        (lambda: nn.Linear(2, 2), {"budget": "50%", "most_shapes": 0}, PlannerError, "at least 1"),
+        (lambda: nn.Linear(2, 2), {"budget": "50%", "time_limit_s": 0}, PlannerError, "seconds"),
+        (lambda: nn.Linear(2, 2), {"budget": "50%", "plan": "nowhere.json"}, FileFormatError, "no such plan"),
         (nn.ReLU, {"budget": "50%"}, PlannerError, "no parameters"),
         (lambda: checkpoint_model(nn.Linear(2, 2), budget="50%"), {"budget": "50%"}, PlannerError, "planned already"),
         (lambda: torch.compile(nn.Linear(2, 2)), {"budget": "50%"}, PlannerError, "compiled"),
@@ -242,6 +254,67 @@ def test_a_budget_that_nobody_can_meet_names_the_floor_and_leaves_the_model():
 def test_bad_input_is_one_sentence(model, options, kind, said):
     with pytest.raises(kind, match=said):
         checkpoint_model(model(), **options)
+
+
+class Other(PlannedWay):
+    """A way that takes everything and plans nothing."""
+
+    way = Way.BLOCKS
+    promise = "nothing in particular"
+
+    def __call__(self, *args, **kwargs):
+        return self.model._call_impl(*args, **kwargs)
+
+    solution = verification = None
+
+
+class Confetti(nn.Module):
+    """Has a shape that depends on data, which no single graph holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return (x * self.weight)[x > 0]
+
+
+def test_where_a_way_refuses_the_next_is_taken_with_a_warning_and_the_same_call_goes_on(monkeypatch):
+    monkeypatch.setitem(model_door.WAYS, Kernels.EAGER, (OwnCapture, Other))
+    eager, planned = pair_of(Confetti)
+    with pytest.warns(UserWarning, match="(?s)planned by blocks and not by own capture.*nothing in particular"):
+        assert_trains_equally(eager, planned, lambda model, i: model(ROWS + i).sum(), steps=3)
+    assert planned.planned.way is Way.BLOCKS
+    assert planned.planned.promise == "nothing in particular"
+    ((refused, why),) = planned.planned.refusals
+    assert refused is Way.OWN_CAPTURE
+    assert "shape depends on data" in why
+
+
+def test_a_model_that_every_way_refuses_is_an_error_that_says_why():
+    class Hidden(Confetti):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    _, planned = pair_of(Hidden)
+    said = r"(?s)own capture: .*shape depends on data.*Dynamo: .*no graph.*blocks: there are no blocks"
+    with pytest.warns(UserWarning, match="planned by blocks"), pytest.raises(CaptureError, match=said):
+        trained(planned, lambda model, i: model(ROWS + i).sum(), steps=3)
+
+
+@pytest.mark.filterwarnings("ignore:this model is planned by")
+def test_a_model_that_returns_what_cannot_be_copied_is_refused_in_a_sentence():
+    class Yielding(nn.Linear):
+        def forward(self, x):
+            return (y for y in [super().forward(x)])
+
+    model = checkpoint_model(Yielding(4, 4), budget="90%")
+    for _ in range(2):  # by the model as it was: what it returns is known only then
+        next(model(torch.ones(2, 4))).sum().backward()
+    with pytest.raises(CaptureError, match=r"of type generator .*: return tensors in lists, dicts or records"):
+        model(torch.ones(2, 4))
+    next(uncheckpoint(model)(torch.ones(2, 4))).sum().backward()
 
 
 def test_nothing_is_planned_before_the_second_step():
@@ -257,3 +330,22 @@ def test_a_digest_tells_single_bits_and_places_apart():
     c[[3, 9000]] = c[[9000, 3]]
     assert len({int(digest(t)) for t in (a, b, c)}) == 3
     assert same_bits(digest(a), digest(a.clone()))
+
+
+def _watching_hooks():
+    gc.collect()
+    hooks = optimizer_module._global_optimizer_pre_hooks
+    return [hook for hook in hooks.values() if getattr(hook, "only_watches", False)]
+
+
+def test_a_planned_model_that_nothing_has_stepped_yet_does_not_disturb_a_planned_step():
+    before = len(_watching_hooks())
+    waiting = checkpoint_model(nn.Linear(4, 4), budget="90%")
+    waiting(torch.ones(2, 4)).sum().backward()
+    step, model, optimizer, batch = seeded(tiny.plain)
+    traced = capture(step, model, optimizer, batch)
+    assert not traced.opaque_reason
+    other = checkpoint_model(nn.Linear(4, 4), budget="90%")
+    assert traced.convention.check(batch) == []
+    del waiting, other
+    assert len(_watching_hooks()) == before

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from profiler.measuring.restoring import Touched
-from rewriter.proof import Observation, compare, observe, same_bits, verify
+from rewriter.proof import Observation, Verification, compare, observe, same_bits, verify
 from tests.profiler import small
 from tests.side_by_side import snapshot
 
@@ -330,3 +330,17 @@ def test_sparse_gradients_are_compared():
     )()
     assert proven(workload, small.step).exact
     assert proven(workload, wrong).first_mismatch == "gradient of embedding.weight after step 1"
+
+
+@pytest.mark.parametrize(("steps", "said"), [(1, "1 step, 1 gradient, 2 buffers: "), (3, "3 steps, 1 gradient, 2 buf")])
+def test_a_verification_counts_in_words_that_fit(steps, said):
+    found = Verification(
+        steps=steps,
+        compared=(("gradients", 1), ("buffers", 2)),
+        largest_difference=0.0,
+        first_mismatch="",
+        eager_peak_bytes=2,
+        measured_peak_bytes=1,
+        predicted_peak_bytes=1,
+    )
+    assert str(found).startswith(said)

@@ -30,6 +30,7 @@ SPECS = (
     "sqrtn:segments=3",
     "sqrtn:snap=false",
     "cheap",
+    "offload_only",
 )
 
 

@@ -34,11 +34,11 @@ from planner.synthetic import (
 )
 from strategies.ilp import search as ilp_module
 from strategies.ilp import solvers as ilp_solvers
-from strategies.ilp.moments import backward_starts, first_moments
 from strategies.ilp.polish import shed_free
 from strategies.ilp.program import StagedProgram
 from strategies.ilp.reduction import reduce
 from strategies.ilp.search import Ilp, Search
+from strategies.ilp.shared_work import backward_starts, first_moments
 from strategies.ilp.solvers import Outcome, SolverError, SolverName, solve_model
 from tests.graphs import networks
 from tests.reference import naive_bytes, subsets

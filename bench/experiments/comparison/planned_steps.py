@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import strategies
 from bench.experiments.comparison.rows import PlannedRow
+from bench.experiments.host_links import label, moving
 from bench.experiments.prepared import prepared
 from bench.machine.clock import Clock, gradients_put_back, spread
-from bench.machine.memory_need import lack_of
 from bench.show.terminal import progress, say
 from bench.workloads.spec import WorkloadSpec
 from planner.simulator import unplanned
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from planner.units import human_bytes
 from profiler.measuring.memory import OutOfMemory, guarded
+from rewriter.memory_need import lack_of
+from rewriter.moving import HostAccess
 from rewriter.pipeline import Planned, ReadyStep
 from rewriter.proof import Observation, Verification
 
@@ -47,16 +50,24 @@ class _Candidate:
     added_bytes: int | None = None  # to memory, as measured
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)  # seconds to eager's in the same round
+    stalls: list[float] = field(default_factory=list)  # seconds of each step that waited for copies
     failure: str = ""  # why it was not run, proven or timed
 
 
 def run_comparison(
-    spec: WorkloadSpec, strategy_specs: Sequence[str], budgets: Sequence[str], *, pairs: int, time_limit_s: float
+    spec: WorkloadSpec,
+    strategy_specs: Sequence[str],
+    budgets: Sequence[str],
+    *,
+    pairs: int,
+    time_limit_s: float,
+    access: HostAccess | None = None,
 ) -> Comparison:
     """Everything about one model; progress is shown throughout.
 
     A step that does not fit in memory as it is is planned and run all the same, without eager beside it. A planned
-    step that runs out of memory is a row that says so.
+    step that runs out of memory is a row that says so. With `access`, strategies that can use it also plan with moves
+    to the host.
     """
     chosen = [(name, strategies.make(name)) for name in strategy_specs]  # bad names fail before the work starts
     with progress() as bar:
@@ -67,7 +78,7 @@ def run_comparison(
             bar.update(task, advance=advance, description=text)
             say(text)
 
-        ready = prepared(spec, budgets, tell=tell)
+        ready = replace(prepared(spec, budgets, tell=tell), access=access)
         problems = {budget: Problem.of(ready.graph, budget, time_limit_s=time_limit_s) for budget in budgets}
         tell("eager, for comparison")
         why_not = _why_not_compared(ready)
@@ -78,6 +89,8 @@ def run_comparison(
                 tell(f"planning {name} at {budget}")
                 solution = solve_if_needed(problems[budget], strategy, label=name)
                 candidates.append(_Candidate(spec=name, budget=budget, solution=solution))
+            if access is not None:
+                candidates += _moving_candidates(strategy_specs, budget, access.offered_in(problems[budget]))
         for found in candidates:
             tell(f"rewriting and proving {found.spec} at {found.budget}")
             _try(found, ready, expected)
@@ -86,6 +99,17 @@ def run_comparison(
     rows = [_row(spec, ready, found, expected, eager_s, why_not) for found in candidates]
     solutions = [found.solution for found in candidates]
     return Comparison(ready=ready, rows=rows, solutions=solutions, why_not_compared=why_not)
+
+
+def _moving_candidates(specs: Sequence[str], budget: str, problem: Problem) -> list[_Candidate]:
+    """The strategies that may move tensors to the host, planned with the link."""
+    assert problem.host_link is not None
+    found = []
+    for spec in moving(specs):
+        name = label(spec, problem.host_link)
+        solution = solve_if_needed(problem, strategies.make(spec), label=name)
+        found.append(_Candidate(spec=name, budget=budget, solution=solution))
+    return found
 
 
 def _why_not_compared(ready: ReadyStep) -> str:
@@ -160,10 +184,17 @@ def _time(ready: ReadyStep, candidates: Sequence[_Candidate], pairs: int, *, eag
             taken.append(seconds(ready.workload.run_once))
         for found in candidates:
             if (planned := found.planned) is not None:
+                waited = waited_s(ready)
                 found.seconds.append(seconds(lambda planned=planned: planned(batch)))  # type: ignore[misc]
+                found.stalls.append(waited_s(ready) - waited)
                 found.ratios += [found.seconds[-1] / taken[-1]] if eager else []
     middle = spread(taken)
     return None if middle is None else middle.median
+
+
+def waited_s(ready: ReadyStep) -> float:
+    """How long steps have waited for copies so far, where the host counts it."""
+    return getattr(ready.access.host, "waited_s", 0.0) if ready.access is not None else 0.0
 
 
 def _row(
@@ -206,6 +237,9 @@ def _row(
         step_share=None if peak is None else (peak - start) / (eager_peak - start),
         prediction_error=_off_by(found.added_bytes, timeline.above_start_bytes if timeline else None),
         planned_s=ratios.median * eager_s if ratios and eager_s else seconds.median if seconds else None,
+        moved_bytes=timeline.moved_bytes if timeline else None,
+        predicted_stall_s=timeline.stall_us / 1e6 if timeline else None,
+        measured_stall_s=statistics.median(found.stalls) if found.stalls else None,
     )
 
 

@@ -38,11 +38,17 @@ class PlannedRow:
     step_share: float | None  # what the planned step adds to memory, relative to eager: 0.5 is half
     prediction_error: float | None  # measured less predicted peak above the start, relative to measured
     planned_s: float | None = None  # not in files of before it was kept
+    moved_bytes: int | None = None  # to the host and back, in every step
+    predicted_stall_s: float | None = None  # of every step, waiting for that
+    measured_stall_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRow:
-    """What users would pick instead, on one model. Ratios are to eager in the same process; `error` says why none."""
+    """What users would pick instead, or the planned model. Ratios are to eager in the same process.
+
+    `error` says why there are none.
+    """
 
     model: str
     peer: str
@@ -54,6 +60,7 @@ class PeerRow:
     exact: bool | None = None
     first_mismatch: str = ""
     largest_difference: float | None = None
+    promise: str = ""  # of a planned model: by which way it is planned, and what that promises
 
 
 PLANNED_COLUMNS = (

@@ -17,6 +17,7 @@ from bench.show.terminal import console
 from bench.workloads.spec import WorkloadSpec
 from planner.solve import Status
 from planner.units import human_bytes
+from rewriter.moving import HostAccess
 
 
 def compare_model(
@@ -29,9 +30,10 @@ def compare_model(
     out: Path,
     json_file: Path | None,
     peers: Sequence[str],
+    access: HostAccess | None = None,
 ) -> Comparison:
     """One table of every strategy at every budget, one of what else there is, and a figure of memory per budget."""
-    found = run_comparison(spec, strategy_specs, budgets, pairs=pairs, time_limit_s=time_limit_s)
+    found = run_comparison(spec, strategy_specs, budgets, pairs=pairs, time_limit_s=time_limit_s, access=access)
     _print(spec, found, pairs)
     _save(json_file, found.rows)
     if peers:
@@ -82,7 +84,16 @@ def remarks(found: Comparison) -> list[str]:
             lines.append(f"{row.strategy} at {row.budget}: {row.note}")
         elif solution.problem.unplanned.peak_bytes <= solution.problem.budget_bytes:
             lines.append(f"budget {row.budget}: {solution.reason}")
+        if row.moved_bytes:
+            lines.append(f"{row.strategy} at {row.budget}: {moves(row)}")
     return list(dict.fromkeys(lines))
+
+
+def moves(row: PlannedRow) -> str:
+    """What a step moves to the host, and how long it waits for that, as predicted and as measured."""
+    size, expected = human_bytes(row.moved_bytes or 0), 1e3 * (row.predicted_stall_s or 0.0)
+    seen = "not measured" if row.measured_stall_s is None else f"{1e3 * row.measured_stall_s:.1f} ms measured"
+    return f"moves {size} a step to the host and back, and waits {expected:.1f} ms for it as predicted, {seen}"
 
 
 def _draw(out: Path, found: Comparison, budgets: Sequence[str]) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import Any
 from bench.experiments.comparison.rows import PeerRow, PlannedRow
 from bench.experiments.experiment import Experiment, Results
 from bench.show.axes import axes_for
+from bench.workloads.peers import is_ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def _planned(row: PlannedRow) -> Contender:
 def _peer(row: PeerRow) -> Contender:
     return Contender(
         name=row.peer,
-        ours=False,
+        ours=is_ours(row.peer),
         peak_ratio=row.peak_ratio,
         time_ratio=row.time_ratio,
         time_low=row.time_low,
@@ -64,7 +65,7 @@ def _peer(row: PeerRow) -> Contender:
         gap=None,
         plan_s=None,
         apply_s=None,
-        why_not=row.error or row.first_mismatch,
+        why_not=row.error or row.first_mismatch or row.promise,
     )
 
 
@@ -145,6 +146,7 @@ def _short(name: str) -> str:
         "checkpoint_sequential, 2 segments a stage": "sequential",
         "Hugging Face gradient checkpointing": "Hugging Face",
         "PyTorch partitioner, budget ": "partitioner ",
+        "inductor, memory budget ": "inductor ",
         ", budget ": " ",
     }
     for long, short in shorter.items():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.experiments.experiment import Table
+from bench.experiments.host_links import JOINS
 from planner.errors import FileFormatError
 from planner.units import human_bytes
 
@@ -33,6 +34,8 @@ class TradeOffRow:
     start_bytes: int
     floor_bytes: int  # no plan at all runs in less
     unplanned_peak_bytes: int
+    host_link: str = ""  # what it may move tensors to the host over
+    solve_cpu_s: float | None = None  # processor time; None where several budgets share it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,11 @@ class TradeOff:
     def strategies(self) -> list[str]:
         return list(dict.fromkeys(row.strategy for row in self.rows))
 
+    @property
+    def links(self) -> list[str]:
+        """The ways to the host that plans were made for, the one without any first."""
+        return list(dict.fromkeys(row.host_link for row in sorted(self.rows, key=lambda row: bool(row.host_link))))
+
     def of(self, strategy: str) -> list[TradeOffRow]:
         return [row for row in self.rows if row.strategy == strategy]
 
@@ -86,16 +94,26 @@ class TradeOff:
 
 def caption(found: TradeOff) -> str:
     """What a table of the curve has to say beside its figures."""
-    seconds = ", ".join(f"{name} {sum(row.solve_s for row in found.of(name)):.1f}" for name in found.strategies)
+    clock = " (with a link, of a processor)" if len(found.links) > 1 else ""
+    seconds = ", ".join(f"{name} {sum(map(_seconds, found.of(name))):.1f}" for name in found.strategies)
     return (
         f"Times {found.times}. Unplanned peak {human_bytes(found.peak_bytes)}, {human_bytes(found.start_bytes)} of it "
         f"before the step; no plan at all runs in less than {human_bytes(found.floor_bytes)}. "
-        f"Seconds of planning: {seconds}."
+        f"Seconds of planning{clock}: {seconds}."
     )
 
 
+def _seconds(row: TradeOffRow) -> float:
+    return row.solve_s if row.solve_cpu_s is None else row.solve_cpu_s
+
+
 def overhead_table(found: TradeOff) -> Table:
-    """A line per budget: the overhead of every strategy, and the proven bound with the gap of what proves it."""
+    """A line per budget: the overhead of every strategy, and the proven bound with the gap of what proves it.
+
+    With links there are too many for columns: a line per budget and link, and below it one for each strategy.
+    """
+    if len(found.links) > 1:
+        return _long_table(found)
     proving = [name for name in found.strategies if any(row.bound is not None for row in found.of(name))]
     columns = ["budget", "peak at most", *found.strategies]
     columns += [text for name in proving for text in (f"least by {name}", "gap", "found by")]
@@ -106,6 +124,32 @@ def overhead_table(found: TradeOff) -> Table:
             line += _proof(row)
         lines.append(line)
     return columns, lines
+
+
+LONG = (
+    "budget",
+    "peak at most",
+    "host link",
+    "strategy",
+    "more time",
+    "proven least",
+    "gap",
+    "found by",
+    "CPU seconds",
+)
+
+
+def _long_table(found: TradeOff) -> Table:
+    order = {link: i for i, link in enumerate(found.links)}
+    rows = sorted(found.rows, key=lambda row: (-row.budget_bytes, order[row.host_link]))
+    return LONG, [_long_line(row) for row in rows]
+
+
+def _long_line(row: TradeOffRow) -> tuple[str, ...]:
+    spec = row.strategy.partition(JOINS)[0]
+    seconds = "-" if row.solve_cpu_s is None else f"{row.solve_cpu_s:.1f}"
+    size = human_bytes(row.budget_bytes)
+    return row.budget, size, row.host_link or "none", spec, _overhead(row), *_proof(row), seconds
 
 
 def _overhead(row: TradeOffRow) -> str:

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import strategies
 from bench.experiments.experiment import Experiment, Results
+from bench.experiments.host_links import label, moving, without_link
 from bench.experiments.pareto.figure import draw_trade_off
 from bench.experiments.pareto.rows import TradeOff, TradeOffRow, caption, overhead_table
 from bench.show.file_names import slug
 from bench.show.terminal import console, stage
 from planner.analysis import floor
+from planner.host_link import HostLink
 from planner.ir import Graph
 from planner.simulator import unplanned
-from planner.solve import Problem, Status, Strategy, solve
+from planner.solve import Problem, Solution, Status, Strategy, solve
 from strategies.frontier import trade_off_curve
 from strategies.ilp.search import Ilp
 
@@ -42,10 +44,16 @@ PARETO = Experiment(
 
 
 def run_pareto(
-    graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, time_limit_s: float, out: Path
+    graph: Graph,
+    specs: Sequence[str],
+    budgets: Sequence[str],
+    *,
+    time_limit_s: float,
+    out: Path,
+    links: Sequence[HostLink] = (),
 ) -> TradeOff:
     """Print the curve and draw it to a file in `out`."""
-    found = trade_off(graph, specs, budgets, time_limit_s=time_limit_s)
+    found = trade_off(graph, specs, budgets, time_limit_s=time_limit_s, links=links)
     PARETO.print(f"{graph.name}: overhead against memory", found.rows, caption=caption(found))
     path = out / f"pareto_{slug(graph.name)}.png"
     draw_trade_off(path, found)
@@ -53,8 +61,15 @@ def run_pareto(
     return found
 
 
-def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, time_limit_s: float) -> TradeOff:
-    """Every strategy at every budget; `time_limit_s` is for each of them."""
+def trade_off(
+    graph: Graph,
+    specs: Sequence[str],
+    budgets: Sequence[str],
+    *,
+    time_limit_s: float,
+    links: Sequence[HostLink] = (),
+) -> TradeOff:
+    """Every strategy at every budget, and over each of `links`; `time_limit_s` is for each of them."""
     sizes = {b: Problem.of(graph, b).budget_bytes for b in budgets}
     falling = sorted(sizes.items(), key=lambda item: -item[1])
     make_row = partial(
@@ -62,11 +77,11 @@ def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, tim
         graph=graph.name,
         times=str(graph.timing),
         start_bytes=graph.start_bytes,
-        floor_bytes=floor(graph).nbytes,
+        floor_bytes=floor(graph, moving=bool(links)).nbytes,
         unplanned_peak_bytes=unplanned(graph).peak_bytes,
     )
     rows: list[TradeOffRow] = []
-    for spec in specs:
+    for spec in without_link(specs, links):
         with stage(f"{graph.name}: the curve of {spec}"):
             strategy = strategies.make(spec)
             make_rows = partial(make_row, strategy=spec)
@@ -74,6 +89,11 @@ def trade_off(graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, tim
                 rows += _proven_curve(graph, strategy, falling, make_rows, time_limit_s)
             else:
                 rows += _curve(graph, strategy, falling, make_rows, time_limit_s)
+    for link in links:
+        for spec in moving(specs):
+            with stage(f"{graph.name}: the curve of {label(spec, link)}"):
+                make_rows = partial(make_row, strategy=label(spec, link), host_link=str(link))
+                rows += _curve(graph, strategies.make(spec), falling, make_rows, time_limit_s, link=link)
     return TradeOff(rows=tuple(rows))
 
 
@@ -103,16 +123,23 @@ def _proven_curve(
 
 
 def _curve(
-    graph: Graph, strategy: Strategy, budgets: Budgets, make_row: MakeRow, time_limit_s: float
+    graph: Graph,
+    strategy: Strategy,
+    budgets: Budgets,
+    make_row: MakeRow,
+    time_limit_s: float,
+    *,
+    link: HostLink | None = None,
 ) -> list[TradeOffRow]:
     """A plan that stays under the next budget too is not looked for again."""
     rows: list[TradeOffRow] = []
     for budget, size in budgets:
         last = rows[-1] if rows else None
         if last is not None and last.peak_bytes is not None and last.peak_bytes <= size:
-            rows.append(replace(last, budget=budget, budget_bytes=size, solve_s=0.0))
+            rows.append(replace(last, budget=budget, budget_bytes=size, solve_s=0.0, solve_cpu_s=0.0))
             continue
-        solution = solve(Problem(graph=graph, budget_bytes=size, time_limit_s=time_limit_s), strategy)
+        problem = Problem(graph=graph, budget_bytes=size, time_limit_s=time_limit_s, host_link=link)
+        solution = solve(problem, strategy)
         timeline = solution.timeline if solution.status is Status.FITS else None
         rows.append(
             make_row(
@@ -120,10 +147,19 @@ def _curve(
                 budget_bytes=size,
                 peak_bytes=timeline.peak_bytes if timeline else None,
                 overhead=timeline.overhead if timeline else None,
-                bound=None,
+                bound=_bound(solution),
                 impossible=False,
                 found_by=solution.plan.found_by if solution.plan else "",
                 solve_s=solution.solve_s,
+                solve_cpu_s=solution.solve_cpu_s,
             )
         )
     return rows
+
+
+def _bound(solution: Solution) -> float | None:
+    """The proven least overhead, of a strategy that proves one where it may move to the host."""
+    plan, graph = solution.plan, solution.problem.graph
+    if plan is None or plan.lower_bound_us is None or solution.problem.host_link is None:
+        return None
+    return plan.lower_bound_us / graph.time_us if graph.time_us else 0.0

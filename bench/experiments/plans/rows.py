@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import strategies
 from bench.experiments.experiment import Experiment, Table
+from bench.experiments.host_links import label, moving, without_link
 from planner.comparison import Row, compare
+from planner.host_link import HostLink
 from planner.ir import Graph
 from planner.solve import Status
 
@@ -37,6 +39,8 @@ class PlanRow:
     times: str
     reason: str
     note: str
+    stall_us: float | None = None
+    moved_bytes: int | None = None
 
     @staticmethod
     def of(row: Row) -> PlanRow:
@@ -63,15 +67,29 @@ class PlanRow:
             times=str(solution.problem.graph.timing),
             reason=solution.reason,
             note=solution.plan.note if solution.plan else "",
+            stall_us=timeline.stall_us if timeline else None,
+            moved_bytes=timeline.moved_bytes if timeline else None,
         )
 
 
 def compare_graph(
-    graph: Graph, specs: Sequence[str], budgets: Sequence[str], *, time_limit_s: float, in_place: bool = True
+    graph: Graph,
+    specs: Sequence[str],
+    budgets: Sequence[str],
+    *,
+    time_limit_s: float,
+    in_place: bool = True,
+    links: Sequence[HostLink] = (),
 ) -> list[Row]:
-    """Every strategy spec at every budget on one graph."""
-    chosen = [(spec, strategies.make(spec)) for spec in specs]
-    return compare(graph, chosen, budgets, time_limit_s=time_limit_s, in_place=in_place)
+    """Every strategy spec at every budget on one graph; with `links`, those that use one over each of them as well."""
+    chosen = [(spec, strategies.make(spec)) for spec in without_link(specs, links)]
+    rows = []
+    for budget in budgets:
+        rows += compare(graph, chosen, [budget], time_limit_s=time_limit_s, in_place=in_place)
+        for link in links:
+            linked = [(label(spec, link), strategies.make(spec)) for spec in moving(specs)]
+            rows += compare(graph, linked, [budget], time_limit_s=time_limit_s, in_place=in_place, host_link=link)
+    return rows
 
 
 COLUMNS = (

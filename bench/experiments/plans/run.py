@@ -20,6 +20,7 @@ from bench.show.tables import graph_caption, print_comparison
 from bench.show.terminal import console, say
 from bench.workloads.made_up_graphs import LAYERED_NODES, SYNTHETIC
 from bench.workloads.spec import WorkloadSpec
+from planner.host_link import HostLink
 from planner.ir import Graph
 
 MODELS = (
@@ -60,7 +61,9 @@ def layered_cases() -> list[Case]:
     ]
 
 
-def run_plans(cases: Sequence[Case], specs: Sequence[str], *, out: Path | None) -> list[PlanRow]:
+def run_plans(
+    cases: Sequence[Case], specs: Sequence[str], *, out: Path | None, links: Sequence[HostLink] = ()
+) -> list[PlanRow]:
     """Two tables a graph, of strategies at budgets and of the smallest budgets met; the rows are saved after each."""
     rows: list[PlanRow] = []
     smallest: list[SmallestRow] = []
@@ -77,7 +80,7 @@ def run_plans(cases: Sequence[Case], specs: Sequence[str], *, out: Path | None) 
             found = []
             for budget in case.budgets:
                 tell(f"planning {case.title} at {budget}")
-                found += compare_graph(graph, specs, [budget], time_limit_s=case.time_limit_s)
+                found += compare_graph(graph, specs, [budget], time_limit_s=case.time_limit_s, links=links)
             print_comparison(found, title=f"{case.title}: strategies compared", caption=graph_caption(found))
             tell(f"smallest budgets of {case.title}")
             met = smallest_budgets(graph, specs, time_limit_s=case.time_limit_s)

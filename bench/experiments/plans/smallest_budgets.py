@@ -13,7 +13,7 @@ from planner.analysis import floor
 from planner.ir import Graph
 from planner.solve import Problem, Status, Strategy, solve
 from planner.units import human_bytes
-from strategies.ilp.moments import Work
+from strategies.ilp.shared_work import Work
 from strategies.ilp.smallest import smallest_peak
 from strategies.ilp.solvers import SolverName
 

@@ -18,7 +18,6 @@ from bench.experiments.prepared import captured, prepared
 from bench.experiments.results_file import resumed_rows, save_rows
 from bench.experiments.sweep.figures import draw_batch_latency, draw_batch_peaks
 from bench.experiments.sweep.rows import COLUMNS, SweepRow, SweepSettings, sweep_cells
-from bench.machine.memory_need import lack_of
 from bench.show.file_names import slug
 from bench.show.terminal import console, stage
 from bench.workloads.spec import WorkloadSpec
@@ -27,7 +26,8 @@ from planner.scaling import with_times_of
 from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from profiler.measuring.memory import OutOfMemory, guarded
-from profiler.tracing.without_memory import made_without_memory
+from profiler.tracing.stand_ins.without_memory import made_without_memory
+from rewriter.memory_need import lack_of
 
 
 def run_sweep(

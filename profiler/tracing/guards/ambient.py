@@ -13,7 +13,9 @@ from torch.nn.modules import module as module_globals
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from profiler.tracing.guards.reach import GLOBAL_HOOKS
+from profiler.tracing.guards.exact import is_plain, shown
+from profiler.tracing.guards.kinds.functions import contents_of
+from profiler.tracing.guards.object_walk import GLOBAL_HOOKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,44 @@ def _cast_to(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def _code_of(function: Any) -> Any:
-    """What tells a function from another: closures are made anew each time."""
-    return getattr(function, "__code__", type(function))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What tells a function or a value from another, though both are made anew each time."""
+
+    shown: str
+    kind: Any  # a function's code, another's type
+    inner: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return self.shown
+
+
+def _told(value: Any, depth: int = 4) -> Any:
+    """By what it holds, where that can be seen; an object of the user's by being itself."""
+    code = getattr(value, "__code__", None)
+    if is_plain(value):
+        return _Told(shown=shown(value), kind=type(value), inner=(repr(value),))
+    if code is None or not depth:
+        return _Told(shown=shown(value), kind=type(value), inner=(_Kept(value),))
+    cells = [_told(contents_of(cell), depth - 1) for cell in value.__closure__ or ()]
+    defaults = [_told(one, depth - 1) for one in (value.__defaults__ or ())]
+    owner = [_Kept(value.__self__)] if hasattr(value, "__self__") else []
+    names = ", ".join(f"{name}={cell}" for name, cell in zip(code.co_freevars, cells, strict=True))
+    said = f"{code.co_name} with {names}" if names else code.co_name
+    return _Told(shown=said, kind=code, inner=(*cells, *defaults, *owner))
+
+
+class _Kept:
+    """An object that is equal to nothing but itself, and stays while it is compared with."""
+
+    def __init__(self, what: Any) -> None:
+        self._what = what
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kept) and self._what is other._what
+
+    def __hash__(self) -> int:
+        return id(self._what)
 
 
 def _names_of(modes: Iterable[Any]) -> tuple[str, ...]:
@@ -71,9 +108,14 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn": torch._C._get_cudnn_enabled,
     "cudnn's benchmark": torch._C._get_cudnn_benchmark,
     "cudnn's determinism": torch._C._get_cudnn_deterministic,
+    "cudnn's TF32": torch._C._get_cudnn_allow_tf32,
     "mkldnn": torch._C._get_mkldnn_enabled,
+    "reduced precision in float16 products": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    "reduced precision in bfloat16 products": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    "the detection of anomalies": torch.is_anomaly_enabled,
+    "the filling of new memory": lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     "einsum's order": lambda: (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
-    "the pair of hooks on saved tensors": lambda: tuple(map(_code_of, _top_saved_tensors_hooks(True) or ())),
+    "the pair of hooks on saved tensors": lambda: tuple(map(_told, _top_saved_tensors_hooks(True) or ())),
     "the stack of torch function modes": lambda: _names_of(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
     "the stack of torch dispatch modes": lambda: _names_of(_get_current_dispatch_mode_stack()),
     "the list of hooks on all modules": lambda: tuple(

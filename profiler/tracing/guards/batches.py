@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from profiler.tracing.guards.exact import exactly_equal, was_and_is
+from profiler.tracing.guards.exact import UNSET, exactly_equal, was_and_is
+from profiler.tracing.guards.kinds import attributes_of
 from profiler.tracing.guards.tensors import TensorSpec
 
 
@@ -20,6 +21,7 @@ class TensorLeaf:
     spec: TensorSpec
     requires_grad: bool
     first: int
+    attributes: Mapping[str, Any]  # what the user has set on it, of what the step reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,10 @@ class BatchGuard:
 
     tree: pytree.TreeSpec
     leaves: tuple[TensorLeaf | PlainLeaf | None, ...]
+    names: frozenset[str] = frozenset()  # of the attributes that the step reads of whatever it has
 
     @staticmethod
-    def of(batch: Any, *, unread: Collection[int] = ()) -> BatchGuard:
+    def of(batch: Any, *, unread: Collection[int] = (), names: frozenset[str] = frozenset()) -> BatchGuard:
         """The guard that `batch` meets."""
         leaves, tree = pytree.tree_flatten(batch)
         paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch)[0]]
@@ -46,11 +49,11 @@ class BatchGuard:
         found: list[TensorLeaf | PlainLeaf | None] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                spec = TensorSpec.of(leaf)
-                found.append(TensorLeaf(spec=spec, requires_grad=leaf.requires_grad, first=first[i]))
+                spec, own = TensorSpec.of(leaf), _attributes(leaf, names)
+                found.append(TensorLeaf(spec=spec, requires_grad=leaf.requires_grad, first=first[i], attributes=own))
             else:
                 found.append(None if i in unread else PlainLeaf(value=leaf, path=paths[i]))
-        return BatchGuard(tree=tree, leaves=tuple(found))
+        return BatchGuard(tree=tree, leaves=tuple(found), names=names)
 
     def changed_entries(self, batch: Any) -> list[str]:
         """The plain values that the step reads and that differ, by their places; none where the tree differs."""
@@ -71,6 +74,7 @@ class BatchGuard:
         for i, (then, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if isinstance(then, TensorLeaf):
                 yield from _tensor_mismatches(i, then, leaf, firsts[i])
+                yield from _other_attributes(i, then, leaf, self.names)
             elif isinstance(then, PlainLeaf) and not exactly_equal(then.value, leaf):
                 yield was_and_is(f"batch leaf {i} (batch{then.path})", then.value, leaf)
 
@@ -79,6 +83,18 @@ def _firsts(leaves: Sequence[Any]) -> list[int]:
     """For each leaf the first one that is the same tensor."""
     first: dict[int, int] = {}
     return [first.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i for i, leaf in enumerate(leaves)]
+
+
+def _attributes(tensor: Tensor, names: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in attributes_of(tensor).items() if name in names}
+
+
+def _other_attributes(i: int, then: TensorLeaf, leaf: Any, names: frozenset[str]) -> Iterator[str]:
+    now = _attributes(leaf, names) if isinstance(leaf, Tensor) else then.attributes
+    for name in dict.fromkeys((*then.attributes, *now)):
+        was, is_now = then.attributes.get(name, UNSET), now.get(name, UNSET)
+        if not exactly_equal(was, is_now):
+            yield was_and_is(f"batch leaf {i}.{name}", was, is_now)
 
 
 def _tensor_mismatches(i: int, then: TensorLeaf, leaf: Any, first: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _OUTER = ("LOAD_DEREF", "LOAD_CLASSDEREF")
+_SETS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 _NOISE = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")
 
 # Methods of containers that change them and tell nothing of what is inside.
@@ -54,6 +55,8 @@ class CodeReads:
     anywhere: frozenset[str]  # attributes of anything else
     asked: tuple[tuple[Target, str], ...]  # getattr(x, "name", ...) and hasattr: they may be missing
     counted: frozenset[str]
+    written: frozenset[str]  # attributes and variables that it sets
+    looked_into: frozenset[str]  # names of containers that are not only added to
     contents: dict[str, Keys]  # under a name: which keys of the container there are read
     dynamic: tuple[Target, ...]  # whose attributes are read by names that are in no code
     reads_all: bool  # the same, of what is not known
@@ -72,6 +75,8 @@ def reads_of(code: CodeType) -> CodeReads:
         anywhere=frozenset(found.anywhere),
         asked=tuple(found.asked),
         counted=frozenset(found.counted),
+        written=frozenset(name for op, name in found.stored if op in _SETS),
+        looked_into=frozenset(found.looked_into),
         contents={name: _joined(uses) for name, uses in found.contents.items()},
         dynamic=tuple(found.dynamic),
         reads_all=found.reads_all,
@@ -105,6 +110,7 @@ class _Found:
     anywhere: set[str] = field(default_factory=set)
     asked: list[tuple[Target, str]] = field(default_factory=list)
     counted: set[str] = field(default_factory=set)
+    looked_into: set[str] = field(default_factory=set)
     contents: defaultdict[str, list[Keys]] = field(default_factory=lambda: defaultdict(list))
     dynamic: list[Target] = field(default_factory=list)
     reads_all: bool = False
@@ -124,7 +130,8 @@ class _Found:
             elif step.opname == "IMPORT_NAME":
                 self.imports.append((self._before(i, 2), step.argval))
         if self.global_names & _ASKS:
-            self.anywhere |= {text for text in self.code.co_consts if isinstance(text, str) and text.isidentifier()}
+            texts = {text for text in self.code.co_consts if isinstance(text, str) and text.isidentifier()}
+            self.anywhere |= texts - self.counted
         self.reads_all |= bool((self.global_names | self.anywhere | self.own) & _READS_ALL)
 
     def _first_argument(self) -> str:
@@ -144,7 +151,7 @@ class _Found:
             self.counted.add(name)  # x.name += ...
             return
         (self.own if self._is_first(owner) else self.anywhere).add(name)
-        self.contents[name].append(self._keys_read(i))
+        self._contents_read(i, name)
 
     def _is_first(self, owner: dis.Instruction | None) -> bool:
         if owner is None or not self.first or not owner.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
@@ -158,7 +165,13 @@ class _Found:
             self.counted.add(name)  # name += ...
             return
         names.add(name)
-        self.contents[name].append(self._keys_read(i))
+        self._contents_read(i, name)
+
+    def _contents_read(self, i: int, name: str) -> None:
+        keys = self._keys_read(i)
+        self.contents[name].append(keys)
+        if keys:
+            self.looked_into.add(name)
 
     def _keys_read(self, i: int) -> Keys:
         """Which keys are read of what the instruction loads, should that be a container."""
@@ -185,11 +198,23 @@ class _Found:
         target, after = self._expression(i + 1)
         asked = self.steps[after] if after < len(self.steps) else None
         if target is not None and asked is not None and asked.opname == "LOAD_CONST":
-            self.asked.append((target, str(asked.argval)))
+            if self._is_written_back(after, str(asked.argval)):
+                self.counted.add(str(asked.argval))
+            else:
+                self.asked.append((target, str(asked.argval)))
         elif target is not None:
             self.dynamic.append(target)
         else:
             self.reads_all = True
+
+    def _is_written_back(self, i: int, name: str) -> bool:
+        """Whether what is asked for is only counted: `x.calls = getattr(x, "calls", 0) + 1`."""
+        following = self.steps[i + 1 : i + 8]
+        names = [step.opname for step in following]
+        if len(names) < 6 or names[0] != "LOAD_CONST" or names[1] != "CALL" or names[2] != "LOAD_CONST":
+            return False
+        stores = next((step for step in following[4:] if not step.opname.startswith("LOAD_")), None)
+        return names[3] == "BINARY_OP" and stores is not None and (stores.opname, stores.argval) == ("STORE_ATTR", name)
 
     def _expression(self, i: int) -> tuple[Target | None, int]:
         if i >= len(self.steps) or not self.steps[i].opname.startswith(("LOAD_FAST", *_GLOBAL, *_OUTER)):

@@ -48,6 +48,16 @@ class Unset:
 UNSET = Unset()
 
 
+class Gone:
+    """Stands for a value that is only told of: a tensor of a trace, which must not outlive it."""
+
+    def __init__(self, value: Any) -> None:
+        self._text = shown(value)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value never changes in place: a number, a text, None and the like, or a tuple of these."""
     if isinstance(value, (*PLAIN, *_ALSO_PLAIN)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,9 +15,10 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from profiler.tracing.guards.code_reads import CodeReads
 from profiler.tracing.guards.exact import UNSET
-from profiler.tracing.guards.reach import Reach, resolve
+from profiler.tracing.guards.inner_objects import resolve
+from profiler.tracing.guards.reach import Reach
 from profiler.tracing.guards.territory import is_library
-from profiler.tracing.patches import patched
+from profiler.tracing.stand_ins.patches import patched
 
 
 @contextmanager
@@ -29,7 +32,8 @@ def learning(reach: Reach) -> Iterator[None]:
             _meet(reach, reads, frame)
         return None if before is None else before(frame, event, arg)
 
-    with patched([(ProxyTorchDispatchMode, "__torch_dispatch__", _unseen(ProxyTorchDispatchMode.__torch_dispatch__))]):
+    unseen = (ProxyTorchDispatchMode, "__torch_dispatch__", _unseen(ProxyTorchDispatchMode.__torch_dispatch__))
+    with patched([unseen, *((owner, "open", _noting_reads(open, reach)) for owner in (builtins, io))]):
         sys.settrace(on_call)
         try:
             yield
@@ -57,6 +61,17 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.settrace(tracer)
 
     return call
+
+
+def _noting_reads(function: Callable[..., Any], reach: Reach) -> Callable[..., Any]:
+    """`open`, with a note of what is read from files."""
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not set(mode) & set("wax"):
+            reach.found.once[f"reads {file}"] = None
+        return function(file, mode, *args, **kwargs)
+
+    return opened
 
 
 def _meet(reach: Reach, reads: CodeReads, frame: FrameType) -> None:

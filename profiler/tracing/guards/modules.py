@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
-from profiler.tracing.guards.reach import MODULE_HOOKS
+from profiler.tracing.guards.object_walk import MODULE_HOOKS
 from profiler.tracing.guards.tensors import TensorGuard
 
 _PARTS = {"_modules": "module", "_parameters": "parameter"}

@@ -23,6 +23,18 @@ def own_step(optimizer: Optimizer) -> Any:
     return step
 
 
+def only_watches(hook: Any) -> Any:
+    """Mark a step hook of ours, which leaves everything as it is: no step has to run as itself for its sake."""
+    hook.only_watches = True
+    return hook
+
+
+def global_step_hooks() -> list[Any]:
+    """The hooks around the step of every optimizer, but those that only watch."""
+    every = (optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)
+    return [hook for hooks in every for hook in hooks.values() if not getattr(hook, "only_watches", False)]
+
+
 def frozen(value: Any) -> Any:
     """A number of a group as it is now: a list in it may change in place."""
     if isinstance(value, (list, tuple)):
@@ -81,9 +93,11 @@ class OptimizerGuard:
 
     def _untraced(self, optimizer: Optimizer) -> Iterator[str]:
         """What an optimizer inside the graph cannot have, and may have been given since."""
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(
+            optimizer, "_optimizer_step_post_hooks", None
+        ):
             yield "the optimizer was given a step hook"
-        if optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks:
+        if global_step_hooks():
             yield "all optimizers were given a step hook"
         if own_step(optimizer) is not self.step:
             yield "the optimizer was given another step"

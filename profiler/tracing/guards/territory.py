@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 _HERE = str(Path(__file__).parents[3]) + os.sep
-_OWN = tuple(_HERE + room + os.sep for room in ("planner", "profiler", "rewriter", "strategies"))
+_ROOMS = ("planner", "profiler", "rewriter", "strategies")
+_OWN = tuple(_HERE + room + os.sep for room in _ROOMS)
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep)
 _INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
@@ -64,11 +65,37 @@ def is_installed(module_name: str) -> bool:
     return str(getattr(sys.modules.get(module_name), "__file__", None)).startswith(_INSTALLED)
 
 
+def is_own(kind: type) -> bool:
+    """Whether a class is one of this project's, whose objects say what a trace found."""
+    return module_of(kind).partition(".")[0] in _ROOMS
+
+
+def module_of(kind: type) -> str:
+    """The name of the module that a class is of; some classes have something else under that name, or nothing."""
+    name = kind.__module__
+    return name if isinstance(name, str) else ""
+
+
 @functools.lru_cache(maxsize=8192)
 def is_closed(kind: type) -> bool:
     """Whether objects of a class are not looked into: what they hold is not the user's to change."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    root = kind.__module__.partition(".")[0]
+    module = module_of(kind)
+    name, root = f"{module}.{kind.__qualname__}", module.partition(".")[0]
     if name in _CONTAINERS:
         return False
-    return root in _SPECTATORS or (is_library(kind.__module__) and not kind.__module__.startswith(_LAYER_MODULES))
+    return root in _SPECTATORS or (is_library(module) and not module.startswith(_LAYER_MODULES))
+
+
+# Objects of the standard library that others fill or set, and that code asks for values; not those that only lock.
+_ASKED_FOR_VALUES = (
+    "multiprocessing.managers", "multiprocessing.synchronize.Event", "multiprocessing.shared_memory.SharedMemory",
+    "multiprocessing.connection", "sqlite3", "shelve", "dbm", "mmap.mmap", "_io.StringIO", "_io.BytesIO",
+    "threading.Semaphore", "concurrent.futures._base.Future", "asyncio.locks.Event",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def is_changed_from_elsewhere(kind: type) -> bool:
+    """Whether objects of a class of the standard library hold values that others set and nobody can look at."""
+    names = [f"{module_of(cls)}.{cls.__qualname__}." for cls in kind.__mro__]
+    return any(name.startswith(f"{known}.") for name in names for known in _ASKED_FOR_VALUES)

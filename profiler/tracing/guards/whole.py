@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from profiler.tracing.guards.batches import BatchGuard
-from profiler.tracing.guards.held import Change
+from profiler.tracing.guards.changes import Change
 from profiler.tracing.guards.optimizers import OptimizerGuard
+from profiler.tracing.guards.putting_back import PuttingBack
 from profiler.tracing.guards.tensors import Slot
 
 
@@ -31,6 +32,8 @@ class Guards:
     optimizer: OptimizerGuard
     gradients: tuple[tuple[Slot, bool], ...]
     changes: tuple[Change, ...]  # what the step changed itself while it was traced
+    once: tuple[str, ...]  # what else it does while it is traced that is another at each step, in words
+    trials: PuttingBack  # what else it left behind, laid out for another trace
 
     def mismatches(self, optimizer: Optimizer, batch: Any) -> Iterator[str]:
         """What differs from the captured step, one sentence each."""

@@ -185,9 +185,13 @@ def test_every_command_teaches(capsys):
 
 
 def test_peers_are_chosen_by_parts_of_their_names():
-    assert _peers(None) == []
-    assert _peers("all") == list(PEERS)
-    assert _peers("selective, Hugging") == [
+    assert _peers(None, ["60%"]) == []
+    assert _peers("all", ["60%"])[-len(PEERS) :] == list(PEERS)
+    assert _peers("planned model", ["60%", "4GiB"])[:2] == [
+        "planned model, budget 60%",
+        "planned model, budget 4GiB",
+    ]
+    assert _peers("selective, Hugging", ["60%"]) == [
         "selective checkpointing, products saved",
         "Hugging Face gradient checkpointing",
     ]
@@ -215,7 +219,8 @@ def test_a_step_that_cannot_be_captured_is_one_line_not_a_traceback(capsys, tmp_
         "    return loss\n"
         "def make(batch_size):\n"
         "    model = torch.nn.Linear(2, 2)\n"
-        "    return step, model, torch.optim.SGD(model.parameters(), 0.1), torch.ones(batch_size, 2)\n",
+        "    batch = torch.arange(2.0 * batch_size).view(-1, 2) - 1\n"
+        "    return step, model, torch.optim.SGD(model.parameters(), 0.1), batch\n",
         encoding="utf-8",
     )
     monkeypatch.chdir(tmp_path)

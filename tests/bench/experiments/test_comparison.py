@@ -3,8 +3,8 @@
 import pytest
 
 import bench.experiments.accuracy
-import bench.machine.memory_need
-import rewriter.tight_memory
+import rewriter.memory_need
+import rewriter.provisional
 from bench.__main__ import main
 from bench.experiments.accuracy import measure_accuracy
 from bench.experiments.comparison.planned_steps import run_comparison
@@ -92,7 +92,7 @@ def test_accuracy_times_a_step_that_never_clears_its_gradients(monkeypatch):
 @pytest.fixture
 def tight(monkeypatch):
     """A machine on which the step does not fit as it is."""
-    monkeypatch.setattr(rewriter.tight_memory, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(rewriter.provisional, "usable_bytes", lambda device: 1000)
 
 
 def test_a_step_that_does_not_fit_as_it_is_is_planned_and_run_without_eager(tight, capsys):
@@ -107,7 +107,7 @@ def test_a_step_that_does_not_fit_as_it_is_is_planned_and_run_without_eager(tigh
 
 
 def test_a_plan_that_does_not_fit_either_is_not_run(tight, monkeypatch):
-    monkeypatch.setattr(bench.machine.memory_need, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(rewriter.memory_need, "usable_bytes", lambda device: 850)
     monkeypatch.setattr(Planned, "seen", lambda *_, **__: pytest.fail("it was run"))
     found = comparison()
     (row,) = found.rows
@@ -157,7 +157,7 @@ def test_a_step_that_runs_out_of_memory_while_it_is_measured_is_one_line(tmp_pat
     def fails(*_, **__):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(rewriter.tight_memory, "measure", fails)
+    monkeypatch.setattr(rewriter.provisional, "measure", fails)
     assert main([*SMALL, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("bench: out of memory on cpu while measuring the step, also under provisional plans")

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.experiments.pareto.figure import draw_trade_off, impossible_bytes, proven_steps, undominated
+from bench.experiments.pareto.figure import (
+    draw_trade_off,
+    impossible_bytes,
+    looks,
+    proven_steps,
+    top_of_scale,
+    undominated,
+)
 from bench.experiments.pareto.rows import TradeOff, TradeOffRow, overhead_table
 from bench.experiments.pareto.run import PARETO, trade_off
 from bench.experiments.registry import load
@@ -148,3 +155,62 @@ def test_bad_input_is_one_line_that_names_it(arguments, said, capsys, monkeypatc
 def test_an_overhead_that_is_no_share_is_refused_by_the_parser(text, capsys):
     assert main(["pareto", "--synthetic", "tower", f"--budget-for={text}"]) == 2
     assert "such as 5%" in capsys.readouterr().err
+
+
+def curves(*lines: tuple[str, str, list[tuple[int, float]]]) -> TradeOff:
+    """Made-up lines: a strategy, its link, and the (peak, overhead) of each budget."""
+    return TradeOff(
+        rows=tuple(
+            replace(row(peak, peak, overhead), strategy=strategy, host_link=link)
+            for strategy, link, line in lines
+            for peak, overhead in line
+        )
+    )
+
+
+def drawn(found: TradeOff, proving: list[str]):
+    lines = {name: undominated(found.of(name)) for name in found.strategies}
+    return looks(found, lines, proving), top_of_scale(found, lines, proving)
+
+
+def test_no_two_lines_look_alike_though_each_has_one_point():
+    found = curves(*((name, "", [(50, 0.1)]) for name in ("keep_all", "sqrtn", "cheap", "mutwo")))
+    styles, _ = drawn(found, [])
+    assert len({(look["color"], look["marker"]) for look in styles.values()}) == 4
+    assert {look["ls"] for look in styles.values()} == {"none"}
+
+
+def test_with_links_a_colour_is_a_link_and_a_shape_a_strategy():
+    line = [(50, 0.1), (80, 0.05)]
+    named = [
+        (f"{name} + host at {link}" if link else name, link) for name in ("ilp", "mutwo") for link in ("", "1", "2")
+    ]
+    found = curves(*((name, link, line) for name, link in named))
+    styles, _ = drawn(found, ["ilp"])
+    assert len({(look["color"], look["marker"]) for look in styles.values()}) == 6
+    assert styles["ilp"]["color"] == styles["mutwo"]["color"]
+    assert styles["ilp"]["marker"] == styles["ilp + host at 2"]["marker"]
+
+
+def test_a_plan_that_moves_at_any_price_does_not_flatten_the_others(tmp_path):
+    lines = (
+        ("ilp", "", [(50, 0.2)]),
+        ("ilp + host at 1", "1", [(50, 0.1)]),
+        ("offload_only + host at 1", "1", [(50, 4.0)]),
+    )
+    found = curves(*lines)
+    assert drawn(found, ["ilp"])[1] < 0.5
+    draw_trade_off(tmp_path / "curve.png", found)
+    assert drawn(curves(lines[0], ("cheap", "", [(50, 4.0)])), ["ilp"])[1] > 4.0  # without links all of it is shown
+
+
+def test_with_links_a_table_has_a_line_for_every_plan():
+    columns, lines = overhead_table(
+        curves(("ilp", "", [(50, 0.2)]), ("ilp + host at 1", "1", [(50, 0.1)]), ("mutwo + host at 1", "1", [(50, 0.1)]))
+    )
+    assert [line[2:5] for line in lines] == [
+        ("none", "ilp", "20.00%"),
+        ("1", "ilp", "10.00%"),
+        ("1", "mutwo", "10.00%"),
+    ]
+    assert len(columns) == len(lines[0])

@@ -54,6 +54,14 @@ def test_cells_say_whose_it_is_whether_it_is_exact_and_why_it_failed() -> None:
     assert (failed[1], failed[-1]) == ("-", "not a transformers model")
 
 
+def test_a_planned_model_is_ours_and_says_what_it_promises() -> None:
+    promise = "own capture, fits: eager's bits"
+    row = peer(peer="planned model, budget 60%", exact=True, first_mismatch="", promise=promise)
+    (cells,) = (contender_cells(c) for c in contenders([row]))
+    assert cells[0] == "**planned model, budget 60%**"
+    assert cells[-1] == promise
+
+
 def test_a_plan_that_does_not_fit_says_why() -> None:
     (row,) = contenders([planned(step_share=None, measured_ratio=None, ratio_low=None, exact=None, note="12 over")])
     assert contender_cells(row)[-1] == "12 over"

@@ -17,6 +17,7 @@ from bench.fit.question import FitError, fit
 from bench.fit.report import Option
 from bench.fit.sized_step import SizedStep, largest
 from bench.workloads.zoo import declare_torchvision_ops
+from planner.allocator import Allocator
 from planner.plan import Plan
 from planner.scaling import Scaling
 from planner.schedule import lower
@@ -24,7 +25,7 @@ from planner.simulator import simulate
 from planner.units import human_bytes
 from profiler.estimating.devices import DEVICES, Device
 from profiler.estimating.roofline import estimated
-from profiler.tracing.gpu_kernels import Target
+from profiler.tracing.fx_graphs.gpu_kernels import Target
 from profiler.tracing.whole_step import capture, capture_without_memory
 
 declare_torchvision_ops()
@@ -236,9 +237,20 @@ def test_less_memory_takes_more_time(tight):
         assert known == sorted(known, reverse=True)
 
 
+def test_what_has_to_fit_is_what_the_allocator_holds(few_plans, unplanned_peak):
+    # All of it would lie in the first MiB of one segment of 2 MiB, which a card of 1 MiB has not got.
+    small = fit(make, card(2**20, allocator=Allocator.CACHING), batch=64, time_limit_s=QUICK_S)
+    assert small.unplanned.peak_bytes == unplanned_peak < 2**20
+    assert small.unplanned.needed_bytes == 2 * 2**20
+    assert not small.fits
+    assert "it needs 2.0 MiB" in small.verdict
+    large = fit(make, card(2 * 2**20, allocator=Allocator.CACHING), batch=64, time_limit_s=QUICK_S)
+    assert large.fits
+
+
 def test_the_fastest_batch_has_the_most_samples_a_second(tight):
     assert tight.fastest.samples_per_s == max(o.samples_per_s for o in tight.batches)
-    assert Option(batch=8, peak_bytes=1, step_us=2e6, overhead=0.0).samples_per_s == 4
+    assert Option(batch=8, peak_bytes=1, needed_bytes=1, step_us=2e6, overhead=0.0).samples_per_s == 4
 
 
 def test_what_was_replaced_and_what_is_unknown_is_listed(tight):

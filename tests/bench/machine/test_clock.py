@@ -3,7 +3,7 @@
 import torch
 
 from bench.machine.clock import Clock, spread
-from tests.bench.fake_cuda import FakeCuda
+from tests.fake_cuda import FakeCuda
 
 
 def test_a_clock_waits_for_the_gpu_before_and_after_and_never_for_the_cpu():

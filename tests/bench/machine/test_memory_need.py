@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import bench.machine.memory_need
+import profiler.measuring.memory
+import rewriter.memory_need
 from bench.__main__ import main
 from bench.experiments.comparison.planned_steps import PROVEN_STEPS
-from bench.machine.memory_need import HEADROOM, Need, lack, need_of
 from bench.workloads.spec import WorkloadSpec
+from profiler.measuring.memory import HEADROOM
 from profiler.measuring.restoring import Touched
+from rewriter.memory_need import Need, lack, need_of
 from rewriter.proof import observe
 
 SPEC = WorkloadSpec(source="tests.bench.small:make", batch=8)
@@ -44,7 +46,8 @@ def test_copies_are_counted_as_measuring_and_proving_make_them(captured):
 
 
 def given(monkeypatch, **available_bytes):
-    monkeypatch.setattr(bench.machine.memory_need, "available_bytes", lambda device: available_bytes[device.type])
+    for module in (rewriter.memory_need, profiler.measuring.memory):
+        monkeypatch.setattr(module, "available_bytes", lambda device: available_bytes[device.type])
 
 
 NEED = Need(peak_bytes=1000, peak_copies_bytes=500, done_bytes=100, done_copies_bytes=700)

@@ -6,7 +6,7 @@ import torch
 from bench.__main__ import main
 from bench.show.file_names import slug
 from bench.workloads.spec import WorkloadError, WorkloadSpec, moved, torch_device
-from tests.bench.fake_cuda import FakeCuda
+from tests.fake_cuda import FakeCuda
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])

@@ -1,0 +1,1 @@
+"""`python -m bench zoo`: both doors on every architecture that the libraries have."""

@@ -1,0 +1,341 @@
+"""Where tensors are moved while they idle: a file for the CPU's own memory, pinned memory for a GPU's.
+
+A move has four parts, those of the schedule: `send` begins a copy out, `away` waits for it and lets go of the tensors,
+`fetch` takes memory again and begins the copy back, `back` waits for that and gives the tensors, views as views.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planner.errors import PlannerError
+from planner.units import human_bytes
+from profiler.backend import is_accelerator
+from profiler.backend.cuda import CudaBackend
+
+
+class HostError(PlannerError):
+    """Tensors that cannot be moved to the host: no such folder, no room, or a copy that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool
+    negated: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> View:
+        return View(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def of_bytes(self, memory: Tensor) -> Tensor:
+        """The same view of other memory."""
+        made = torch.empty(0, dtype=self.dtype, device=memory.device)
+        made.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        made = torch._conj(made) if self.conjugated else made
+        return torch._neg_view(made) if self.negated else made
+
+
+def all_bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor, as bytes."""
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(tensor.untyped_storage())
+
+
+BeforeCopy = Callable[[], None] | None  # what a copy waits for where it runs: how slow links are made for tests
+
+
+class Copying(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Go on when it is done; HostError if it failed."""
+        ...
+
+    def let_go(self) -> None:
+        """Nobody will wait for it: make sure that its memory is not used for something else before it is done."""
+        ...
+
+
+class Host(Protocol):
+    """The memory beside a device: buffers of it, and copies into and out of them."""
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make room for so many buffers at a time, before anything runs; HostError if there is none."""
+        ...
+
+    def take(self, nbytes: int) -> Any:
+        """A buffer of that size, until it is given back."""
+        ...
+
+    def give_back(self, buffer: Any) -> None: ...
+
+    def copy_out(self, memory: Tensor, buffer: Any) -> Copying: ...
+
+    def copy_in(self, buffer: Any, memory: Tensor) -> Copying: ...
+
+
+# -- one move ---------------------------------------------------------------------------------------------------------
+
+
+class Move:
+    """One storage on its way to the host and back.
+
+    Its buffer is given back with the move itself: who goes backward twice fetches it twice.
+    """
+
+    def __init__(self, host: Host, tensor: Tensor) -> None:
+        self._host = host
+        self._held: Tensor | None = None
+        self._buffer: Any = None
+        self._nbytes = tensor.untyped_storage().nbytes()
+        self._device = tensor.device
+        self._buffer = host.take(self._nbytes)
+        memory = all_bytes(tensor)
+        self._copy = host.copy_out(memory, self._buffer)
+        self._held = memory
+        self._views: tuple[View, ...] = ()
+
+    def __del__(self) -> None:
+        if self._held is not None:  # a step was broken off
+            self._copy.let_go()
+        if self._buffer is not None:
+            self._host.give_back(self._buffer)
+
+    def away(self, tensors: Sequence[Tensor]) -> None:
+        """Wait for the copy out; from here on only the buffer has what `tensors` are views of."""
+        self._copy.wait()
+        self._views = tuple(View.of(tensor) for tensor in tensors)
+        self._held = None
+
+    def fetch(self) -> None:
+        """Take memory again and begin the copy back."""
+        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        self._copy = self._host.copy_in(self._buffer, memory)
+        self._held = memory
+
+    def back(self) -> tuple[Tensor, ...]:
+        """Wait for the copy back, and give the tensors that went."""
+        if self._held is None:  # for a second time
+            self.fetch()
+        self._copy.wait()
+        memory, self._held = self._held, None
+        assert memory is not None
+        return tuple(view.of_bytes(memory) for view in self._views)
+
+
+# -- the CPU's memory: files ------------------------------------------------------------------------------------------
+
+
+class FileHost:
+    """Files without names in a folder, mapped into memory while they are copied; one worker for each direction.
+
+    A file that has no name is gone when the process is, however it ends; they are closed when nobody holds the host
+    any more. Their room on the disk is taken beforehand, so that a full disk is told before a step begins.
+    """
+
+    def __init__(self, folder: str | Path, *, before_copy: BeforeCopy = None) -> None:
+        self.folder, self._before_copy = Path(folder), before_copy
+        if not self.folder.is_dir():
+            raise HostError(f"{folder}: there is no such folder to move tensors to; make it, or name another")
+        self.waited_s = 0.0  # by whoever needed a copy to be done, since this host was made
+        self._free: dict[int, list[Any]] = {}
+        self._files: list[Any] = []
+        weakref.finalize(self, _close_all, self._files)
+        self._out = ThreadPoolExecutor(1, thread_name_prefix="copy-out")
+        self._in = ThreadPoolExecutor(1, thread_name_prefix="copy-in")
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        buffers = [(nbytes, self.take(nbytes)) for nbytes in sizes]
+        for _, buffer in buffers:
+            self.give_back(buffer)
+
+    def take(self, nbytes: int) -> Any:
+        free = self._free.get(nbytes)
+        return free.pop() if free else self._new(nbytes)
+
+    def give_back(self, buffer: Any) -> None:
+        if not buffer.closed:  # as it is where a move and its host go at once
+            self._free.setdefault(os.fstat(buffer.fileno()).st_size, []).append(buffer)
+
+    def _new(self, nbytes: int) -> Any:
+        try:
+            file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - it lives as long as its tensor
+        except OSError as error:
+            raise HostError(f"{self.folder}: no file can be made there: {error.strerror or error}") from error
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            file.close()
+            what = "no room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else str(error.strerror)
+            raise HostError(
+                f"{self.folder}: {what} for {human_bytes(nbytes)} that the plan moves there: free some, name another "
+                "folder (offload_dir), or bound what is moved (host_budget)"
+            ) from error
+        self._files.append(file)
+        return file
+
+    def copy_out(self, memory: Tensor, buffer: Any) -> Copying:
+        return _Task(self._out.submit(_copy, _mapped_to, memory, buffer, self._before_copy), self)
+
+    def copy_in(self, buffer: Any, memory: Tensor) -> Copying:
+        return _Task(self._in.submit(_copy, _mapped_from, memory, buffer, self._before_copy), self)
+
+
+def _close_all(files: list[Any]) -> None:
+    """Moves hold their host, so that nobody is left to use them; a copy under way has its own hold on its file."""
+    for file in files:
+        file.close()
+
+
+class _Task:
+    def __init__(self, future: Future[None], host: FileHost) -> None:
+        self._future, self._host = future, host
+
+    def wait(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._future.result()
+        except (OSError, ValueError) as error:  # a file that is shorter than it was is a ValueError of mmap
+            raise HostError(
+                f"{self._host.folder}: a copy of a tensor failed half-way through a step: {error}; go on from a saved "
+                "state"
+            ) from error
+        finally:
+            self._host.waited_s += time.perf_counter() - started
+
+    def let_go(self) -> None:
+        """The worker itself holds what it copies."""
+
+
+def _copy(how: Callable[[Any, Any], None], memory: Tensor, buffer: Any, before: BeforeCopy) -> None:
+    """Numpy's copies do not hold up Python, and keep to their thread: torch's would start threads of their own."""
+    if before is not None:
+        before()
+    size = memory.numel()
+    with mmap.mmap(buffer.fileno(), size) as mapped:
+        how(memory.numpy(), mapped)
+
+
+def _mapped_to(memory: Any, mapped: mmap.mmap) -> None:
+    np.copyto(np.frombuffer(mapped, dtype=np.uint8), memory)
+
+
+def _mapped_from(memory: Any, mapped: mmap.mmap) -> None:
+    np.copyto(memory, np.frombuffer(mapped, dtype=np.uint8))
+
+
+# -- a GPU's memory: pinned buffers -----------------------------------------------------------------------------------
+
+
+class CudaHost:
+    """Pinned buffers, used again from step to step, and a stream for each direction. `api` is torch.cuda.
+
+    Every copy is waited for by the device's own stream before its memory is let go of, also in a step that is broken
+    off. So there is no need for `record_stream`, after which the allocator would hold memory for as long as a copy
+    lasts, and bytes would hang on times.
+    """
+
+    def __init__(self, device: torch.device, api: Any = torch.cuda, *, before_copy: BeforeCopy = None) -> None:
+        self._api, self._device, self._before_copy = api, device, before_copy
+        self._out, self._in = CudaBackend(device, api).copy_streams()
+        self._free: dict[int, list[_Pinned]] = {}
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        for buffer in [self.take(nbytes) for nbytes in sizes]:
+            self.give_back(buffer)
+
+    def take(self, nbytes: int) -> _Pinned:
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        try:
+            return _Pinned(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._api.is_available()))
+        except RuntimeError as error:
+            raise HostError(f"no pinned memory for {human_bytes(nbytes)} that the plan moves: {error}") from error
+
+    def give_back(self, buffer: _Pinned) -> None:
+        self._free.setdefault(buffer.memory.numel(), []).append(buffer)
+
+    def copy_out(self, memory: Tensor, buffer: _Pinned) -> Copying:
+        """After all that was asked of the device so far, and after the copy that last read the buffer."""
+        if buffer.read is not None:
+            self._out.wait_event(buffer.read)
+        return self._copied(self._out, memory, buffer.memory)
+
+    def copy_in(self, buffer: _Pinned, memory: Tensor) -> Copying:
+        copying = self._copied(self._in, buffer.memory, memory)
+        buffer.read = copying.event
+        return copying
+
+    def _copied(self, stream: Any, source: Tensor, target: Tensor) -> _Recorded:
+        if self._device.type not in (source.device.type, target.device.type):
+            # A few bytes of a step on a GPU lie in main memory.
+            target.copy_(source)
+            return _Recorded(None, None)
+        stream.wait_stream(self._api.current_stream(self._device))
+        with self._api.stream(stream):
+            if self._before_copy is not None:
+                self._before_copy()
+            target.copy_(source, non_blocking=True)
+            event = self._api.Event()
+            event.record(stream)
+        return _Recorded(event, self._api.current_stream(self._device))
+
+
+@dataclass(slots=True)
+class _Pinned:
+    memory: Tensor
+    read: Any = None  # the event after which its last copy back was done
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    event: Any
+    stream: Any
+
+    def wait(self) -> None:
+        """The device's own stream goes on after the event; the host does not wait."""
+        if self.event is not None:
+            self.stream.wait_event(self.event)
+
+    def let_go(self) -> None:
+        """The memory goes back to the device's own stream, which uses it after the event only."""
+        self.wait()
+
+
+def host_for(device: torch.device, folder: str | Path | None, *, before_copy: BeforeCopy = None) -> Host:
+    """The host of a device; HostError where a CPU's has no folder. `before_copy` is called where each copy runs."""
+    if is_accelerator(device):
+        return CudaHost(device, before_copy=before_copy)
+    if folder is None:
+        raise HostError(
+            "on a CPU tensors are moved to files: say in which folder with offload_dir, or leave host_link out"
+        )
+    return FileHost(folder, before_copy=before_copy)

@@ -1,0 +1,1 @@
+"""Steps of several processes: their communication traced as ops of the graph."""

@@ -1,0 +1,93 @@
+"""A plain model with `process_group`: means of gradients inside the plan, DistributedDataParallel's to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from rewriter import checkpoint
+from tests.ranks import on_ranks, told_by
+from tests.rewriter.test_replicas import Net, batch_of, clipped, sgd
+
+
+def accumulated(model: Any, optimizer: Any, batch: Any) -> Tensor:
+    """Two backwards, each of which leaves means, and clipping."""
+    optimizer.zero_grad()
+    for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def planned(step: Any, model: Any, batch: Any, **options: Any) -> Any:
+    group = {"process_group": dist.group.WORLD, "budget": "70%", "strategy": "mutwo", "show_progress": False}
+    return checkpoint(step, model, sgd(model.parameters()), batch, **group, **options)
+
+
+def made(rank: int, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    model = Net()
+    torch.manual_seed(1000 + rank)
+    return model
+
+
+def _proven(rank: int) -> list[Any]:
+    found = [planned(step, made(rank), batch_of(rank), verify=2) for step in (clipped, accumulated)]
+    collectives = [[word.split()[0] for word in one._forms[0].planned.collectives] for one in found]
+    return [(one.verification, one.solution.dropped, words) for one, words in zip(found, collectives, strict=True)]
+
+
+def test_a_plain_model_averages_its_gradients_as_eager_does_and_fits_its_budget() -> None:
+    parameters = len(list(Net().parameters()))
+    for of_rank in on_ranks(_proven):
+        for backwards, (proof, dropped, collectives) in enumerate(of_rank, 1):
+            assert proof.exact
+            assert abs(proof.prediction_error) < 0.01
+            assert proof.measured_peak_bytes < 0.8 * proof.eager_peak_bytes
+            assert dropped
+            assert collectives.count("all_reduce_") == backwards * parameters
+            assert "broadcast_" not in collectives, "buffers stay each rank's own"
+
+
+def _both(rank: int) -> list[tuple[Tensor, Tensor]]:
+    ours = made(rank)
+    step = planned(clipped, ours, batch_of(rank), verify=False)
+    for seed in range(3):
+        step(batch_of(rank, seed=seed))
+    eager = DistributedDataParallel(made(rank), broadcast_buffers=False)
+    optimizer = sgd(eager.parameters())
+    for seed in range(3):
+        clipped(eager, optimizer, batch_of(rank, seed=seed))
+    pairs = zip((*ours.parameters(), *ours.buffers()), (*eager.parameters(), *eager.buffers()), strict=True)
+    return [(a.detach(), b.detach()) for a, b in pairs]
+
+
+def test_two_ranks_train_to_the_bits_that_eager_replicas_train_to() -> None:
+    for pairs in on_ranks(_both):
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def _other_values(rank: int) -> None:
+    planned(clipped, made(rank, seed=rank), batch_of(rank))
+
+
+def test_ranks_that_begin_with_other_values_are_told_so() -> None:
+    for one in told_by(_other_values):
+        assert one.error.startswith("RankError: the set of parameters of rank 1 differs from rank 0's")
+        assert "broadcast" in one.error
+
+
+def _wrapped(rank: int) -> None:
+    planned(clipped, DistributedDataParallel(made(rank)), batch_of(rank))
+
+
+def test_a_wrapped_model_with_a_process_group_is_refused() -> None:
+    for one in told_by(_wrapped):
+        assert one.error.startswith("CaptureError: process_group is for a plain model")

@@ -1,0 +1,221 @@
+"""DistributedDataParallel inside the plan: bits and bytes on every rank, batches that differ, budgets in bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from rewriter import OverBudget, checkpoint
+from rewriter.step import CheckpointedStep
+from tests.ranks import on_ranks
+
+SMALL_BUCKETS_MB = 0.02
+
+
+class Net(nn.Module):
+    """Linear blocks with dropout, and a batch norm whose buffers are broadcast."""
+
+    def __init__(self, width: int = 32, blocks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(blocks)
+        )
+        self.back = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(blocks))
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block, back in zip(self.blocks, self.back, strict=True):
+            x = x + back(block(x))
+        out: Tensor = self.last(self.norm(x))
+        return out
+
+
+def clipped(model: Any, optimizer: Any, batch: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss = cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def accumulated(model: Any, optimizer: Any, batch: Any) -> Tensor:
+    optimizer.zero_grad()
+    (x0, x1), (y0, y1) = batch[0].chunk(2), batch[1].chunk(2)
+    with model.no_sync():
+        cross_entropy(model(x0), y0).backward()
+    loss = cross_entropy(model(x1), y1)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+def batch_of(rank: int, rows: int = 96, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn(rows, 16, generator=generator), torch.randint(0, 4, (rows,), generator=generator)
+
+
+def wrapped(rank: int, make_optimizer: Any = sgd, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+    optimizer = make_optimizer(model.parameters())
+    torch.manual_seed(1000 + rank)  # from here on every rank draws its own dropout
+    return model, optimizer
+
+
+def planned(step: Any, model: Any, optimizer: Any, batch: Any, **options: Any) -> CheckpointedStep:
+    options = {"budget": "70%", "strategy": "mutwo", "show_progress": False, **options}
+    return checkpoint(step, model, optimizer, batch, **options)
+
+
+# -- equal to the bit -----------------------------------------------------------------------------------------------
+
+
+def _proven(rank: int, step: Any, make_optimizer: Any) -> tuple[Any, ...]:
+    model, optimizer = wrapped(rank, make_optimizer)
+    found = planned(step, model, optimizer, batch_of(rank), verify=2)
+    proof = found.verification
+    assert proof is not None
+    collectives = [word.split()[0] for word in found._forms[0].planned.collectives]
+    return proof.exact, proof.prediction_error, proof, collectives, found.solution
+
+
+@pytest.mark.parametrize(("step", "make_optimizer", "ranks"), [(clipped, sgd, 4), (accumulated, adamw, 2)])
+def test_a_planned_step_of_replicas_is_eagers_to_the_bit_on_every_rank(
+    step: Any, make_optimizer: Any, ranks: int
+) -> None:
+    for exact, error, proof, collectives, solution in on_ranks(_proven, step, make_optimizer, ranks=ranks):
+        assert exact
+        assert abs(error) < 0.01
+        assert proof.measured_peak_bytes < 0.8 * proof.eager_peak_bytes
+        assert solution.dropped
+        assert collectives.count("all_reduce_") > 2, "the buckets of one backward"
+        assert collectives.count("broadcast_") == 2, "one for each type of buffer, once a synchronised step"
+
+
+def _trained(rank: int, rows: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and buffers after a few steps by the planned step, and by eager."""
+    left = []
+    for plans in (True, False):
+        model, optimizer = wrapped(rank)
+        batches = [batch_of(rank, rows[rank] if i == 2 else 96, seed=i) for i in range(4)]
+        for batch in batches[:2]:  # the reducer keeps the buckets that it has from its second step on
+            clipped(model, optimizer, batch)
+        step: Any = planned(clipped, model, optimizer, batches[0], verify=False) if plans else None
+        for batch in batches:
+            step(batch) if plans else clipped(model, optimizer, batch)
+        left.append([t.detach().clone() for t in (*model.parameters(), *model.buffers())])
+    return left[0], left[1]
+
+
+@pytest.mark.filterwarnings("ignore:this step is captured and planned anew")
+def test_a_ragged_batch_of_one_rank_alone_is_planned_on_all_of_them() -> None:
+    of_ranks = on_ranks(_trained, [96, 40])
+    for ours, eagers in of_ranks:
+        assert all(map(torch.equal, ours, eagers))
+    parameters = len(list(Net().parameters()))
+    assert all(map(torch.equal, of_ranks[0][0][:parameters], of_ranks[1][0][:parameters]))
+
+
+def _around_no_sync(rank: int) -> list[bool]:
+    """Micro-steps of which only the last one reduces, each a call of one planned step."""
+    equal = []
+    found: list[list[Tensor]] = []
+    for plans in (True, False):
+        model, optimizer = wrapped(rank)
+
+        def forward_backward(model: Any, _: Any, batch: Any) -> Tensor:
+            loss = cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(2):
+            forward_backward(model, None, batch_of(rank))
+        optimizer.zero_grad()
+        step: Any = lambda batch, m=model: forward_backward(m, None, batch)  # noqa: E731
+        if plans:
+            step = planned(forward_backward, model, None, batch_of(rank), verify=False)
+        with model.no_sync():
+            step(batch_of(rank, seed=1))
+        step(batch_of(rank, seed=2))
+        found.append([p.grad.clone() for p in model.parameters()] + [b.clone() for b in model.buffers()])
+        equal.append(model.require_forward_param_sync)
+    return [*equal, all(map(torch.equal, found[0], found[1]))]
+
+
+@pytest.mark.filterwarnings("ignore:this step is captured and planned anew")
+def test_no_sync_around_calls_of_the_planned_step_accumulates_as_in_eager() -> None:
+    for seen in on_ranks(_around_no_sync):
+        assert all(seen)
+
+
+def zeroed(model: Any, optimizer: Any, batch: Any) -> Tensor:
+    """Gradients stay where they are from step to step."""
+    optimizer.zero_grad(set_to_none=False)
+    loss = cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def in_bfloat16(model: Any, optimizer: Any, batch: Any) -> Tensor:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _other_forms(rank: int) -> list[tuple[bool, float]]:
+    found = []
+    for step, wrapping, options in (
+        (zeroed, {"gradient_as_bucket_view": True}, {}),
+        (in_bfloat16, {}, {"free_gradients": True, "early_updates": True}),
+    ):
+        model, optimizer = wrapped(rank, **wrapping)
+        for _ in range(2):
+            step(model, optimizer, batch_of(rank))
+        proof = planned(step, model, optimizer, batch_of(rank), verify=2, budget="80%", **options).verification
+        assert proof is not None
+        found.append((proof.exact, proof.prediction_error))
+    return found
+
+
+def test_gradients_that_stay_and_gradients_that_go_early_are_eagers_to_the_bit() -> None:
+    for proofs in on_ranks(_other_forms):
+        assert all(exact and abs(error) < 0.01 for exact, error in proofs)
+
+
+# -- budgets in bytes -----------------------------------------------------------------------------------------------
+
+
+def _in_bytes(rank: int) -> tuple[str, int]:
+    model, optimizer = wrapped(rank)
+    try:
+        planned(clipped, model, optimizer, batch_of(rank), budget="60KiB", verify=False)
+    except OverBudget as error:
+        return str(error), sum(p.numel() * 4 for p in model.parameters())
+    return "", 0
+
+
+def test_a_budget_in_bytes_counts_the_buckets_that_the_reducer_holds() -> None:
+    for said, bucket_bytes in on_ranks(_in_bytes):
+        assert f"{bucket_bytes / 2**10:.1f} KiB of tensors outside of the plan" in said
