@@ -202,10 +202,10 @@ class FileHost:
         return file
 
     def copy_out(self, memory: Tensor, buffer: Any) -> Copying:
-        return _Task(self._out.submit(_copy, _mapped_to, memory, buffer, self._before_copy), self)
+        return _Task(self._out.submit(_copy, _mapped_to, [memory], buffer, self._before_copy), self)
 
     def copy_in(self, buffer: Any, memory: Tensor) -> Copying:
-        return _Task(self._in.submit(_copy, _mapped_from, memory, buffer, self._before_copy), self)
+        return _Task(self._in.submit(_copy, _mapped_from, [memory], buffer, self._before_copy), self)
 
 
 def _close_all(files: list[Any]) -> None:
@@ -234,8 +234,13 @@ class _Task:
         """The worker itself holds what it copies."""
 
 
-def _copy(how: Callable[[Any, Any], None], memory: Tensor, buffer: Any, before: BeforeCopy) -> None:
-    """Numpy's copies do not hold up Python, and keep to their thread: torch's would start threads of their own."""
+def _copy(how: Callable[[Any, Any], None], handed: list[Tensor], buffer: Any, before: BeforeCopy) -> None:
+    """Numpy's copies do not hold up Python, and keep to their thread: torch's would start threads of their own.
+
+    The tensor is taken out of `handed`, so that the worker holds nothing of it once the copy counts as done: memory is
+    let go of where the schedule says, by the thread that runs it.
+    """
+    memory = handed.pop()
     if before is not None:
         before()
     size = memory.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import threading
@@ -93,6 +94,11 @@ class Watch(Protocol):
         """The same end, with all that is known of each span; bytes are counted from when the watch was made."""
 
 
+def _collect_garbage() -> None:
+    """What only cycles hold would go whenever Python happens to look, and count as given back by the call watched."""
+    gc.collect()
+
+
 def meter_for(device: torch.device) -> Meter:
     """The meter of the device that a model lies on."""
     return backend_for(device).meter()
@@ -115,6 +121,7 @@ class CpuMeter:
     @contextmanager
     def memory_probe(self) -> Iterator[CpuProbe]:
         _close_left_open()
+        _collect_garbage()
         with profile(use_cpu=True, use_kineto=True, profile_memory=True) as session:
             probe = CpuProbe()
             yield probe
@@ -275,6 +282,7 @@ class CudaMeter:
 
     @contextmanager
     def memory_probe(self) -> Iterator[CudaProbe]:
+        _collect_garbage()
         self._api.synchronize(self._device)
         yield CudaProbe(self._api, self._device)
 

@@ -1,5 +1,6 @@
 """The meters: CUDA's against a stand-in of its event and allocator API, the CPU's on known allocations."""
 
+import gc
 from dataclasses import dataclass, field
 
 import pytest
@@ -286,6 +287,18 @@ def test_a_call_that_raises_leaves_the_allocator_unwatched():
         probed()
     assert not torch.autograd._profiler_enabled()
     assert peak_above_start(CpuMeter(), lambda: buffer(10)) == 10
+
+
+def test_what_only_a_cycle_held_does_not_count_as_given_back_by_a_call():
+    cycle: list = [buffer(500)]
+    cycle.append(cycle)
+    del cycle
+
+    def call():
+        gc.collect()
+        return buffer(100)
+
+    assert peak_above_start(CpuMeter(), call) == 100
 
 
 def test_the_peak_above_the_start_is_the_worst_moment_of_a_call():
