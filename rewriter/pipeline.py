@@ -25,10 +25,10 @@ from profiler.measuring.memory import allocator_of
 from profiler.measuring.op_times import Measured
 from profiler.measuring.restoring import Touched
 from profiler.tracing.eager_ways.assumptions import BrokenAssumption, taken_to_hold
+from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.guards import Weight
 from profiler.tracing.ranks.replicated import unsynchronised, warm_up_needed, wrapper_bytes
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
-from profiler.tracing.stand_ins.patches import patched
 from profiler.tracing.trials.audit import check_against_eager, check_second_trace, eager_ops
 from profiler.tracing.trials.own_changes import (
     may_decide,

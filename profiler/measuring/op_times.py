@@ -33,7 +33,7 @@ from profiler.op_forms import Generator, form_of
 from profiler.ops import NUMBER, memory_of
 from profiler.random_replay import ReplayingRng, generator_state
 from profiler.tracing.eager_ways.assumptions import taken_to_hold
-from profiler.tracing.stand_ins.patches import below_autograd
+from profiler.tracing.fake_tensors.patches import below_autograd
 from profiler.tracing.whole_step import TracedStep
 from profiler.workload import device_of
 

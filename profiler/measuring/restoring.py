@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from profiler.ops import memory_of
+from profiler.tracing.fake_tensors.patches import preserved, refill
 from profiler.tracing.ranks.torch_distributed import local
-from profiler.tracing.stand_ins.patches import preserved, refill
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.undoing import give_memory_of, has_memory_of, undone, watched
 from profiler.tracing.whole_step import TracedStep

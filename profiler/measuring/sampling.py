@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from planner.ir import Graph, Timing, TimingKind
 from profiler.measuring.meters import Meter, meter_for
 from profiler.ops import memory_of, overload, tensors_of
-from profiler.tracing.stand_ins.patches import below_autograd, generators_kept
+from profiler.tracing.fake_tensors.patches import below_autograd, generators_kept
 
 log = logging.getLogger("recompute_planner")
 

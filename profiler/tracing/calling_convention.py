@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from planner.ir import Role
 from profiler.errors import CaptureError
 from profiler.tracing.eager_ways.assumptions import Beforehand, BrokenAssumption, are_taken_to_hold
+from profiler.tracing.fake_tensors.patches import below_autograd
 from profiler.tracing.fx_graphs.typed_graph import Port
 from profiler.tracing.guards import Guards
 from profiler.tracing.ranks.torch_distributed import distributed, local, spec_of
-from profiler.tracing.stand_ins.patches import below_autograd
 from profiler.tracing.updates.optimizers import make_lazy_state
 
 # -- where an input is read ---------------------------------------------------------------------------------

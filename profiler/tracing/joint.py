@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 
 from planner.ir import Graph, Op, Phase, Role
 from profiler.errors import CaptureError
+from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.ranks.torch_distributed import local
 from profiler.tracing.ranks.torch_shards import forward_with_gathers
-from profiler.tracing.stand_ins.patches import patched
 from profiler.workload import Workload
 
 

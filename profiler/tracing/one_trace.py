@@ -22,16 +22,9 @@ from profiler.tracing.eager_ways.live_calls import LiveCalls
 from profiler.tracing.eager_ways.metrics import taken_calls
 from profiler.tracing.eager_ways.reads import Reads, ReadsInOps
 from profiler.tracing.eager_ways.torch_calls import TorchCalls
-from profiler.tracing.fx_graphs.gpu_kernels import GpuKernels
-from profiler.tracing.fx_graphs.provenance import Stamper
-from profiler.tracing.guards import Held, Noted, Reach, learning
-from profiler.tracing.outcome import Outcome, collect, convention_of, keep_used_inputs
-from profiler.tracing.passes import Passes, UntraceableOptimizerError
-from profiler.tracing.ranks.replicated import Layout, LayoutFoundError, parallel_of
-from profiler.tracing.ranks.torch_distributed import distributed, local, refusing_own_communication, spec_of
-from profiler.tracing.stand_ins.leftovers import refuse_leftovers
-from profiler.tracing.stand_ins.outside_tensors import OutsideTensors
-from profiler.tracing.stand_ins.patches import (
+from profiler.tracing.fake_tensors.leftovers import refuse_leftovers
+from profiler.tracing.fake_tensors.outside_tensors import OutsideTensors
+from profiler.tracing.fake_tensors.patches import (
     autocast_cache,
     foreach_on_stand_ins,
     only_this_optimizer,
@@ -41,8 +34,15 @@ from profiler.tracing.stand_ins.patches import (
     shapeless_kernels,
     watched_autograd,
 )
-from profiler.tracing.stand_ins.placed import Placed, ProbesReadError
-from profiler.tracing.stand_ins.without_memory import fake_mode_of
+from profiler.tracing.fake_tensors.placed import Placed, ProbesReadError
+from profiler.tracing.fake_tensors.without_memory import fake_mode_of
+from profiler.tracing.fx_graphs.gpu_kernels import GpuKernels
+from profiler.tracing.fx_graphs.provenance import Stamper
+from profiler.tracing.guards import Held, Noted, Reach, learning
+from profiler.tracing.outcome import Outcome, collect, convention_of, keep_used_inputs
+from profiler.tracing.passes import Passes, UntraceableOptimizerError
+from profiler.tracing.ranks.replicated import Layout, LayoutFoundError, parallel_of
+from profiler.tracing.ranks.torch_distributed import distributed, local, refusing_own_communication, spec_of
 from profiler.tracing.trials.audit import OpSeen, ops_of
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.switches import refusing_switches

@@ -21,6 +21,7 @@ from profiler.tracing.calling_convention import (
     ReturnOut,
 )
 from profiler.tracing.eager_ways.live_numbers import LIVE
+from profiler.tracing.fake_tensors.placed import Placed, ProbesReadError, numbers_of
 from profiler.tracing.guards import (
     PLAIN,
     Autocast,
@@ -37,7 +38,6 @@ from profiler.tracing.guards import (
     TensorGuard,
 )
 from profiler.tracing.ranks.torch_distributed import is_distributed
-from profiler.tracing.stand_ins.placed import Placed, ProbesReadError, numbers_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from profiler.errors import CaptureError
 from profiler.tracing.calling_convention import GradSlot, ParamSlot, StateSlot
+from profiler.tracing.fake_tensors.placed import Placed
 from profiler.tracing.fx_graphs.provenance import GRADIENT_OF, Stamper
 from profiler.tracing.guards import Autocast
 from profiler.tracing.ranks.parallel import Parallel
 from profiler.tracing.ranks.torch_distributed import local
-from profiler.tracing.stand_ins.placed import Placed
 from profiler.tracing.updates.learning_rates import Rate, RatesKept
 from profiler.tracing.updates.optimizers import OpaqueStep
 

@@ -22,6 +22,7 @@ from profiler.ops import own_generators, storage_root, written
 from profiler.tracing.calling_convention import BatchSlot, Convention
 from profiler.tracing.eager_ways.draws import repeat_draws
 from profiler.tracing.eager_ways.metrics import Callee, LiveCall
+from profiler.tracing.fake_tensors.without_memory import fake_mode_of, made_without_memory
 from profiler.tracing.fx_graphs.cleaning import clean
 from profiler.tracing.fx_graphs.gpu_kernels import GpuKernels, Substitution, Target, as_on_gpu
 from profiler.tracing.fx_graphs.typed_graph import lift
@@ -31,7 +32,6 @@ from profiler.tracing.one_trace import Trace, trace_step
 from profiler.tracing.ranks.replicated import refuse_unsupported
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
 from profiler.tracing.ranks.torch_distributed import BY_ITSELF
-from profiler.tracing.stand_ins.without_memory import fake_mode_of, made_without_memory
 from profiler.tracing.trials.audit import OpSeen
 from profiler.tracing.updates import early_updates as updates
 from profiler.tracing.updates.optimizers import OpaqueStep

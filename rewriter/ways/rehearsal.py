@@ -19,10 +19,10 @@ from planner.units import human_bytes
 from profiler.errors import CaptureError
 from profiler.measuring.memory import OutOfMemory, available_bytes
 from profiler.measuring.meters import Meter, Watch
+from profiler.tracing.fake_tensors.patches import generator_states_of_all, restore_generators
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.joint import Template, as_it_was, given, parameters_of, passed_on
 from profiler.tracing.ranks.torch_distributed import local
-from profiler.tracing.stand_ins.patches import generator_states_of_all, restore_generators
 from profiler.workload import device_of
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from bench.workloads import zoo as models
 from planner.ir import Graph, Phase, Rerun, Role
 from profiler.ops import fresh, inplace_call, inplace_target, without_side_effect
-from profiler.tracing.stand_ins.patches import below_autograd
+from profiler.tracing.fake_tensors.patches import below_autograd
 from profiler.tracing.whole_step import TracedStep, capture
 from tests.profiler import small
 from tests.profiler.small import op_named, targets

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from profiler.errors import CaptureError
-from profiler.tracing.stand_ins.without_memory import without_memory
+from profiler.tracing.fake_tensors.without_memory import without_memory
 from profiler.tracing.whole_step import capture
 from tests.hooks import scales_what_was_accumulated, updates_in_the_backward
 from tests.profiler import small

@@ -6,7 +6,7 @@ from torch import nn
 
 from bench.workloads import zoo as models
 from planner.ir import Rerun
-from profiler.tracing.stand_ins.without_memory import without_memory
+from profiler.tracing.fake_tensors.without_memory import without_memory
 from tests.rewriter import tiny
 from tests.side_by_side import assert_captured_equals_eager
 

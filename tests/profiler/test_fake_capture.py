@@ -9,7 +9,7 @@ from planner.plan import Plan
 from planner.schedule import lower
 from planner.simulator import simulate
 from profiler import CaptureError, capture, capture_without_memory, measure
-from profiler.tracing.stand_ins.without_memory import without_memory
+from profiler.tracing.fake_tensors.without_memory import without_memory
 from rewriter.replay import apply
 from tests.profiler.small import adam, make, mlp, plain, sgd
 from tests.rewriter import tiny

@@ -8,7 +8,7 @@ from planner.schedule import lower
 from profiler.measuring.meters import CpuMeter
 from profiler.measuring.op_times import _Runner, measure
 from profiler.op_forms import Generator, form_of
-from profiler.tracing.stand_ins.patches import below_autograd
+from profiler.tracing.fake_tensors.patches import below_autograd
 from profiler.tracing.whole_step import capture
 from rewriter.replay import apply
 from tests.profiler import small

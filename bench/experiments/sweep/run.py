@@ -26,7 +26,7 @@ from planner.scaling import with_times_of
 from planner.simulator import Timeline
 from planner.solve import Problem, Solution, Status, solve_if_needed
 from profiler.measuring.memory import OutOfMemory, guarded
-from profiler.tracing.stand_ins.without_memory import made_without_memory
+from profiler.tracing.fake_tensors.without_memory import made_without_memory
 from rewriter.memory_need import lack_of
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from profiler.backend import reseeding_functions
 from profiler.errors import CaptureError
 from profiler.ops import aten, is_random, written
-from profiler.tracing.stand_ins.patches import Patch, patched
+from profiler.tracing.fake_tensors.patches import Patch, patched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
 from profiler.tracing.eager_ways.live_numbers import outcomes_in_math
-from profiler.tracing.stand_ins.patches import Patch, patched
+from profiler.tracing.fake_tensors.patches import Patch, patched
 
 
 class _NoTensor:

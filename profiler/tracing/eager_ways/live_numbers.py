@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from profiler.errors import CaptureError
-from profiler.tracing.stand_ins.patches import patched
+from profiler.tracing.fake_tensors.patches import patched
 
 
 class Recorder(Protocol):

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
+from profiler.tracing.fake_tensors.patches import Patch, patched
 from profiler.tracing.guards import Autocast
-from profiler.tracing.stand_ins.patches import Patch, patched
 from profiler.tracing.trials.undoing import watched
 
 _LIBRARY = "torchmetrics"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.backend import backend_for, is_accelerator
 from profiler.ops import is_random, memory_of, overload, tensors_of, written
-from profiler.tracing.stand_ins.patches import below_autograd
+from profiler.tracing.fake_tensors.patches import below_autograd
 
 Read = Callable[[fx.Node], Any]
 

@@ -15,7 +15,7 @@ from profiler.tracing.eager_ways.live_numbers import LIVE, LiveFloat
 from profiler.tracing.eager_ways.marks import call_marked
 from profiler.tracing.eager_ways.meant_calls import MeantCalls
 from profiler.tracing.eager_ways.reads import Reads
-from profiler.tracing.stand_ins.outside_tensors import OutsideTensors, is_real
+from profiler.tracing.fake_tensors.outside_tensors import OutsideTensors, is_real
 
 # Ops that compute with a number, whatever it is, and in which it may therefore stay live.
 _COMPUTING = frozenset(

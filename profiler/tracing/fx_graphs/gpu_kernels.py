@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from planner.ir import Graph, Rerun
 from profiler.ops import UNORDERED_ON_CUDA, memory_of
 from profiler.tracing.eager_ways.meant_calls import MeantCalls
-from profiler.tracing.stand_ins.patches import patched
+from profiler.tracing.fake_tensors.patches import patched
 
 aten = torch.ops.aten
 

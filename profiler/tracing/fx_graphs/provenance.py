@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from planner.ir import Phase
 from profiler.errors import is_machinery
-from profiler.tracing.stand_ins.patches import patched
+from profiler.tracing.fake_tensors.patches import patched
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 

@@ -7,7 +7,7 @@ from profiler.tracing.guards.ambient import Autocast, Switches
 from profiler.tracing.guards.batches import BatchGuard
 from profiler.tracing.guards.changes import Change, Weight
 from profiler.tracing.guards.exact import PLAIN, exactly_equal, is_plain
-from profiler.tracing.guards.executed import learning
+from profiler.tracing.guards.functions_that_ran import learning
 from profiler.tracing.guards.held import Held
 from profiler.tracing.guards.holders import Holder
 from profiler.tracing.guards.kinds import Selection, attributes_of, give_attributes

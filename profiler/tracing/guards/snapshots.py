@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from profiler.tracing.stand_ins.patches import refill
+from profiler.tracing.fake_tensors.patches import refill
 
 
 class Snapshots:

@@ -19,11 +19,11 @@ from profiler.collectives import operators
 from profiler.errors import CaptureError
 from profiler.tracing.calling_convention import GradSlot, ParamSlot
 from profiler.tracing.eager_ways.reads import Assumption
+from profiler.tracing.fake_tensors.patches import watched_autograd
+from profiler.tracing.fake_tensors.placed import Placed
 from profiler.tracing.guards import Guard
 from profiler.tracing.ranks import torch_distributed as private
 from profiler.tracing.ranks.parallel import Flag, as_communication, refuse_late_reads
-from profiler.tracing.stand_ins.patches import watched_autograd
-from profiler.tracing.stand_ins.placed import Placed
 from profiler.workload import TrainStep
 
 _aside: ContextVar[bool] = ContextVar("somebody else takes the means of gradients", default=False)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from profiler.errors import CaptureError
+from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.ranks import torch_distributed as private
-from profiler.tracing.stand_ins.patches import patched
 from profiler.workload import Workload
 
 

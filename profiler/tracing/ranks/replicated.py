@@ -19,6 +19,8 @@ from profiler.collectives import operators
 from profiler.errors import CaptureError
 from profiler.tracing.calling_convention import GradSlot, ParamSlot
 from profiler.tracing.eager_ways.reads import Assumption
+from profiler.tracing.fake_tensors.patches import patched
+from profiler.tracing.fake_tensors.placed import Placed
 from profiler.tracing.guards import Guard
 from profiler.tracing.ranks import torch_distributed as private
 from profiler.tracing.ranks import torch_shards as fsdp
@@ -26,8 +28,6 @@ from profiler.tracing.ranks.averaged import Averages, Averaging, averaging_of, m
 from profiler.tracing.ranks.parallel import Flag, OneProcess, Parallel, as_communication, refuse_late_reads
 from profiler.tracing.ranks.sharded import Shards
 from profiler.tracing.ranks.tensor_parallel import Slices, is_in_parts, is_tensor_parallel, why_not_tensor_parallel
-from profiler.tracing.stand_ins.patches import patched
-from profiler.tracing.stand_ins.placed import Placed
 from profiler.workload import TrainStep
 
 Layout = tuple[tuple[ParamSlot, ...], ...]  # of each bucket: its parameters in the order of the memory

@@ -15,7 +15,7 @@ from torch._subclasses import fake_impls
 
 from profiler.collectives import operators
 from profiler.errors import CaptureError
-from profiler.tracing.stand_ins.patches import patched
+from profiler.tracing.fake_tensors.patches import patched
 
 
 def has_group() -> bool:

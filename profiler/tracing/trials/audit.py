@@ -22,9 +22,9 @@ from profiler.collectives import COMMUNICATION
 from profiler.errors import CaptureError, is_machinery
 from profiler.ops import aten
 from profiler.tracing.eager_ways.metrics import Callee, taken_calls, untaken
+from profiler.tracing.fake_tensors.patches import threads_of_this
 from profiler.tracing.fx_graphs.provenance import META
 from profiler.tracing.guards import Change, exactly_equal
-from profiler.tracing.stand_ins.patches import threads_of_this
 from profiler.tracing.trials.own_changes import WAYS_OUT
 
 # Bookkeeping that differs between a trace and a run, and never in what is computed: aliases, values read back, and the

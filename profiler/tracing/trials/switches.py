@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from profiler.errors import CaptureError
-from profiler.tracing.stand_ins.patches import Patch, patched
+from profiler.tracing.fake_tensors.patches import Patch, patched
 
 # What turns a switch; what tells how it stands, and what sets it to that.
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {

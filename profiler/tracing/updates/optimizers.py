@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.errors import CaptureError
+from profiler.tracing.fake_tensors.patches import patched, threads_of_this, with_subclasses
 from profiler.tracing.guards import Autocast, global_step_hooks, own_step
-from profiler.tracing.stand_ins.patches import patched, threads_of_this, with_subclasses
 from profiler.tracing.trials.undoing import watched
 from profiler.workload import NoOptimizer
 

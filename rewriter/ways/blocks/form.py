@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from planner.solve import Solution
+from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.joint import forward_of
-from profiler.tracing.stand_ins.patches import patched
 from rewriter.proof import Verification
 from rewriter.ways.blocks.profile import Block
 from rewriter.ways.blocks.recomputation import Buffer, Recomputation

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from profiler.tracing.fake_tensors.patches import python_generators, set_python_generators
 from profiler.tracing.joint import Template
-from profiler.tracing.stand_ins.patches import python_generators, set_python_generators
 
 Forward = Callable[..., Any]
 Buffer = tuple[str, str]  # the name of its module, and its own

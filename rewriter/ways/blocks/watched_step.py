@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from profiler.measuring.meters import Meter, Span, Watch
+from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.joint import Template, forward_of
-from profiler.tracing.stand_ins.patches import patched
 from rewriter.ways.blocks.profile import BlockProfile, ModuleCall, SeenStorage
 from rewriter.ways.blocks.recomputation import Arguments
 from rewriter.ways.rehearsal import Facts, Rehearsal, begin_watching

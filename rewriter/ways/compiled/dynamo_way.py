@@ -17,10 +17,10 @@ from planner.units import parse_budget
 from profiler.errors import CaptureError
 from profiler.measuring.restoring import Touched
 from profiler.tracing.eager_ways.eager_path import answers_of_eager
+from profiler.tracing.fake_tensors.patches import Patch, generator_states_of_all, patched, python_of, restore_generators
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.guards import Reach
 from profiler.tracing.joint import Template, as_it_was, detached
-from profiler.tracing.stand_ins.patches import Patch, generator_states_of_all, patched, python_of, restore_generators
 from profiler.workload import NoOptimizer
 from rewriter.proof import Verification
 from rewriter.telling import warn_caller

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.tracing.fake_tensors.patches import generator_states_of_all, restore_generators
 from profiler.tracing.joint import without_hooks
-from profiler.tracing.stand_ins.patches import generator_states_of_all, restore_generators
 from rewriter.proof import VerificationError, same_bits
 from rewriter.ways.compiled.dynamo_graph import DynamoGraph
 from rewriter.ways.compiled.planned_route import Piece

@@ -16,12 +16,12 @@ from planner.ir import Role
 from profiler.errors import CaptureError, explain
 from profiler.measuring.sampling import sampled
 from profiler.ops import NUMBER
+from profiler.tracing.fake_tensors.patches import autocast_cache
 from profiler.tracing.fx_graphs.cleaning import clean
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.fx_graphs.provenance import Stamper
 from profiler.tracing.fx_graphs.typed_graph import Port, lift
 from profiler.tracing.joint import kept_for_another_backward, outside
-from profiler.tracing.stand_ins.patches import autocast_cache
 from rewriter.ways.compiled import seams
 from rewriter.ways.compiled.partitioning import JointGraph
 from rewriter.ways.compiled.symbols import Formula, Scaled, at_hints, make_sizes_live

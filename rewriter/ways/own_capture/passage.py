@@ -11,9 +11,9 @@ from torch import Tensor
 
 from planner.errors import PlannerError
 from profiler.ops import memory_of
+from profiler.tracing.fake_tensors.patches import below_autograd
 from profiler.tracing.fx_graphs.layouts import Layout, laid_out
 from profiler.tracing.ranks.torch_distributed import distributed, spec_of
-from profiler.tracing.stand_ins.patches import below_autograd
 from rewriter.ways import company
 from rewriter.ways.own_capture.cutting import Halves
 from rewriter.ways.rehearsal import is_graph_kept

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
 from profiler.tracing.calling_convention import BatchSlot, BufferSlot, GradSlot, InputSlot, ParamSlot, StateSlot
+from profiler.tracing.fake_tensors.patches import preserved
+from profiler.tracing.fake_tensors.without_memory import fake_mode_of
 from profiler.tracing.guards import PLAIN, attributes_of, give_attributes
-from profiler.tracing.stand_ins.patches import preserved
-from profiler.tracing.stand_ins.without_memory import fake_mode_of
 from profiler.tracing.updates.optimizers import make_lazy_state
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.guards.code_reads import CodeReads
 from profiler.tracing.guards.exact import UNSET
 from profiler.tracing.guards.inner_objects import resolve
 from profiler.tracing.guards.reach import Reach
 from profiler.tracing.guards.territory import is_library
-from profiler.tracing.stand_ins.patches import patched
 
 
 @contextmanager

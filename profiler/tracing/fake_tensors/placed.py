@@ -19,11 +19,11 @@ from profiler.tracing.calling_convention import BatchSlot, BufferSlot, GradSlot,
 from profiler.tracing.eager_ways.live_numbers import LIVE
 from profiler.tracing.eager_ways.reads import Reads
 from profiler.tracing.eager_ways.slices import outside_the_trace, slice_of
+from profiler.tracing.fake_tensors.inputs import StandIns
+from profiler.tracing.fake_tensors.patches import WatchedGroup, refresh_recurrent_layers
 from profiler.tracing.guards import attributes_of, give_attributes, hooks_of
 from profiler.tracing.guards.holders import stand_ins_in
 from profiler.tracing.ranks.torch_distributed import local
-from profiler.tracing.stand_ins.inputs import StandIns
-from profiler.tracing.stand_ins.patches import WatchedGroup, refresh_recurrent_layers
 from profiler.tracing.updates.learning_rates import ReadRates
 from profiler.tracing.updates.optimizers import first_state
 

@@ -13,8 +13,8 @@ from torch.nn import init
 
 from planner.errors import PlannerError
 from profiler.errors import CaptureError, explain
+from profiler.tracing.fake_tensors.patches import generators_kept, patched
 from profiler.tracing.ranks.torch_distributed import local
-from profiler.tracing.stand_ins.patches import generators_kept, patched
 
 
 @contextmanager
