@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +65,19 @@ def setting(holder, **values):
 def putting(container, key, value):
     """A change of an entry."""
     return lambda: container.__setitem__(key, value)
+
+
+@contextmanager
+def as_before(*holders: Any) -> Iterator[None]:
+    """Attributes of modules and classes that a case has changed, added or taken away, are put back at the end."""
+    kept = [(holder, dict(vars(holder))) for holder in holders]
+    yield
+    for holder, before in kept:
+        for name in [name for name in vars(holder) if name not in before]:
+            delattr(holder, name)
+        for name, value in before.items():
+            if vars(holder)[name] is not value:
+                setattr(holder, name, value)
 
 
 def assert_noticed(make):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.profiler import helpers_of_steps as other_file
-from tests.profiler.reach_cases import Case, assert_noticed, putting, setting, squared
+from tests.profiler.reach_cases import Case, as_before, assert_noticed, putting, setting, squared
 
 # -- functions --------------------------------------------------------------------------------------------------------
 
@@ -251,15 +251,9 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _torch_and_files_as_before():
-    kept = [(holder, dict(vars(holder))) for holder in (nn.functional, nn.Linear, torch.Tensor, other_file)]
     WEIGHTS[0], EPOCH[0] = 0.5, 0
-    yield
-    for holder, before in kept:
-        for name in [name for name in vars(holder) if name not in before]:
-            delattr(holder, name)
-        for name, value in before.items():
-            if vars(holder)[name] is not value:
-                setattr(holder, name, value)
+    with as_before(nn.functional, nn.Linear, torch.Tensor, other_file):
+        yield
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)

@@ -7,7 +7,17 @@ import torch
 from torch import nn
 
 from tests.profiler import helpers_of_steps as other_file
-from tests.profiler.reach_cases import Case, Config, assert_noticed, linear, putting, setting, squared, step_of
+from tests.profiler.reach_cases import (
+    Case,
+    Config,
+    as_before,
+    assert_noticed,
+    linear,
+    putting,
+    setting,
+    squared,
+    step_of,
+)
 
 # -- tensors and modules ----------------------------------------------------------------------------------------------
 
@@ -342,14 +352,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _torch_and_files_as_before():
-    kept = [(holder, dict(vars(holder))) for holder in (nn.functional, nn.Linear, other_file)]
-    yield
-    for holder, before in kept:
-        for name in [name for name in vars(holder) if name not in before]:
-            delattr(holder, name)
-        for name, value in before.items():
-            if vars(holder)[name] is not value:
-                setattr(holder, name, value)
+    with as_before(nn.functional, nn.Linear, other_file):
+        yield
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
