@@ -298,17 +298,8 @@ def _solved(problem: Problem, strategy: Strategy, label: str) -> Solution:
         plan = _with_hidden_waits(problem.graph, _proposal(problem, strategy, label))
     except NoPlan as answer:
         log.info("%s on %s: no plan: %s", label, problem.graph.name, answer)
-        return Solution(
-            strategy=label,
-            problem=problem,
-            status=Status.NO_PLAN,
-            plan=None,
-            schedule=None,
-            timeline=None,
-            solve_s=time.perf_counter() - started,
-            solve_cpu_s=time.process_time() - cpu_started,
-            reason=str(answer),
-        )
+        times = {"solve_s": time.perf_counter() - started, "solve_cpu_s": time.process_time() - cpu_started}
+        return without_plan(problem, label, str(answer), **times)
     solve_s, solve_cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     schedule, timeline = _judged(problem, plan, label)
     fits = problem.fits(timeline)
@@ -325,6 +316,21 @@ def _solved(problem: Problem, strategy: Strategy, label: str) -> Solution:
     )
     log.info("solved in %.2f s: %s", solve_s, solution)
     return solution
+
+
+def without_plan(problem: Problem, label: str, reason: str, *, solve_s: float, solve_cpu_s: float) -> Solution:
+    """The answer of a strategy that has none."""
+    return Solution(
+        strategy=label,
+        problem=problem,
+        status=Status.NO_PLAN,
+        plan=None,
+        schedule=None,
+        timeline=None,
+        solve_s=solve_s,
+        solve_cpu_s=solve_cpu_s,
+        reason=reason,
+    )
 
 
 def _proposal(problem: Problem, strategy: Strategy, label: str) -> Plan:

@@ -9,7 +9,7 @@ from planner.ir import Graph
 from planner.overlap import overlapping, reordered
 from planner.schedule import Schedule
 from planner.simulator import simulate
-from planner.solve import Problem, Solution, Status, solve
+from planner.solve import Problem, Solution, solve, without_plan
 from rewriter.agreement import Ranks
 from rewriter.given_plan import GivenPlan
 
@@ -25,17 +25,7 @@ def answer_of_all(ranks: Ranks, problem: Problem, answer: Callable[[Problem], So
     strategy, plan, solve_s, reason = first
     if plan is not None:
         return replace(solve(problem, GivenPlan(plan, bound_holds=True), label=strategy), solve_s=solve_s)
-    return Solution(
-        strategy=strategy,
-        problem=problem,
-        status=Status.NO_PLAN,
-        plan=None,
-        schedule=None,
-        timeline=None,
-        solve_s=solve_s,
-        solve_cpu_s=0.0,
-        reason=reason,
-    )
+    return without_plan(problem, strategy, reason, solve_s=solve_s, solve_cpu_s=0.0)
 
 
 def for_own_sizes(solution: Solution, graph: Graph) -> Solution:

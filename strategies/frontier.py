@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import BudgetError, NoPlan
 from planner.ir import Graph
@@ -104,16 +104,7 @@ def _monotone(points: list[Point]) -> list[Point]:
 
 
 def _taking(point: Point, best: Point) -> Point:
-    return Point(
-        budget_bytes=point.budget_bytes,
-        plan=best.plan,
-        peak_bytes=best.peak_bytes,
-        overhead=best.overhead,
-        bound=point.bound,
-        impossible=point.impossible,
-        who=best.who,
-        solve_s=point.solve_s,
-    )
+    return replace(point, plan=best.plan, peak_bytes=best.peak_bytes, overhead=best.overhead, who=best.who)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
