@@ -73,6 +73,13 @@ class PlannedModel:
         self._refusals: list[tuple[Way, str]] = []
         self._taken = first(model, settings)
 
+    def __repr__(self) -> str:
+        try:
+            told = str(self.solution)
+        except PlannerError as error:  # nothing is planned yet, and when it will be
+            told = str(error)
+        return f"planned by {self.way.value}: {told}"
+
     def __deepcopy__(self, memo: Any) -> None:
         return None
 

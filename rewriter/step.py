@@ -89,6 +89,9 @@ class CheckpointedStep:
         self._reserved_bytes = 0  # in one piece, for the largest form so far
         self._given_bytes = 0  # what the first form was given: a share of it is no less for a smaller batch
 
+    def __repr__(self) -> str:
+        return f"a planned step: {self.solution if self._forms else 'nothing is planned yet'}"
+
     def __call__(self, batch: Any) -> Any:
         """One training step on `batch`; returns what the user's own step returns."""
         form = self._form_for(batch)

@@ -230,6 +230,7 @@ def assert_loop_equals_eager(workload_of, *, steps=3, between=None, **options):
 def test_a_loop_with_the_planned_step_equals_one_without(ordinary):
     step = assert_loop_equals_eager(lambda: ordinary, budget="60%")
     assert step.solution.timeline.reruns > 0
+    assert repr(step) == f"a planned step: {step.solution}"
 
 
 def test_the_gradients_left_behind_are_eagers_own(ordinary):

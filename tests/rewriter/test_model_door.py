@@ -321,6 +321,7 @@ def test_nothing_is_planned_before_the_second_step():
     _, planned = pair_of(TwoHeads)
     with pytest.raises(PlannerError, match="nothing is planned yet"):
         _ = planned.planned.solution
+    assert repr(planned.planned).startswith("planned by own capture: nothing is planned yet")
 
 
 def test_a_digest_tells_single_bits_and_places_apart():
