@@ -19,7 +19,8 @@ def solved_within_reserved(problem: Problem, solved: Callable[[Problem], Solutio
     """The cheapest of several plans that the allocator holds in `most_bytes`; if none, the one that it holds in least.
 
     `solved` answers a problem without a limit on reserved memory. What lies unused between blocks shows only when a
-    plan is there, so plans are asked for with less live memory, by what the last one was over, then with more again.
+    plan is there, so plans are asked for with less live memory, then with more again. An allocator gives memory up in
+    whole segments, so that what a plan is over by says little: each next one is asked for in less by twice as much.
     """
     deadline = time.perf_counter() + problem.time_limit_s
     tries: list[Solution] = []
@@ -34,16 +35,19 @@ def solved_within_reserved(problem: Problem, solved: Callable[[Problem], Solutio
 
 def _next_live_bytes(tries: Sequence[Solution], most_bytes: int) -> int | None:
     """The live memory to ask for next; None where nothing better is to be expected."""
-    over = [_peak(t) for t in tries if _reserved(t) > most_bytes]
-    within = [_peak(t) for t in tries if _reserved(t) <= most_bytes]
-    if not within:
+    met = [t for t in tries if t.status is Status.FITS]
+    failed = [t.problem.budget_bytes for t in tries if t.status is not Status.FITS]
+    within = [_peak(t) for t in met if _reserved(t) <= most_bytes]
+    if not within and not failed:
         last = tries[-1]
-        met = last.status is Status.FITS and _peak(last) > last.problem.graph.start_bytes
-        return _peak(last) - (_reserved(last) - most_bytes) if met else None
-    above = [peak for peak in over if peak > max(within)]
-    if not above or min(above) - max(within) < CLOSE * most_bytes:
+        less = _peak(last) - (_reserved(last) - most_bytes) * 2 ** (len(tries) - 1)
+        start = last.problem.graph.start_bytes
+        return max(less, start) if _peak(last) > start else None
+    low = max(within or failed)
+    above = [_peak(t) for t in met if _peak(t) > low and _reserved(t) > most_bytes]
+    if not above or min(above) - low < CLOSE * most_bytes:
         return None
-    return (max(within) + min(above)) // 2
+    return (low + min(above)) // 2
 
 
 def _of_the_tries(problem: Problem, tries: Sequence[Solution], most_bytes: int) -> Solution:

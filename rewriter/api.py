@@ -21,7 +21,6 @@ from planner.solve import DEFAULT_TIME_LIMIT_S, Strategy
 from profiler.tracing.ranks.replicated import averaged
 from profiler.workload import TrainStep, Workload, device_of
 from rewriter.other_shapes import MOST_FORMS_BYTES
-from rewriter.reserving import read_reserve
 from rewriter.settings import read_settings
 from rewriter.step import CheckpointedStep, Settings
 
@@ -93,7 +92,7 @@ def checkpoint(
         host_budget=host_budget,
         show_progress=show_progress,
         process_group=process_group,
-        reserve=read_reserve(reserve, device_of(model)),
+        reserve=reserve,
     )
     if process_group is not None:
         train_step = averaged(train_step, model, process_group)

@@ -150,9 +150,10 @@ class PlannedModel:
         self._taken.undo()
         taken = self._others.pop(0)
         refuse_shards(model, by=taken.way.value, because=str(refusal))
+        lost = f"; without {' and '.join(named)}" if (named := self._settings.of_own_capture) else ""
         warn_caller(
             f"this model is planned by {taken.way.value} and not by {self.way.value}, which refused it: {refusal}. "
-            f"Promised now: {taken.promise}{'; it moves nothing to the host' if self._settings.access else ''}"
+            f"Promised now: {taken.promise}{lost}"
         )
         self._taken = taken(model, self._settings)
 
@@ -225,6 +226,7 @@ def checkpoint_model(
     host_link: str | float | HostLink | None = None,
     offload_dir: str | Path | None = None,
     host_budget: str | int | None = None,
+    reserve: str | None = None,
     show_progress: bool = False,
 ) -> nn.Module:
     """Plan a model's forward and backward in place, for any training loop; returns the model.
@@ -236,7 +238,8 @@ def checkpoint_model(
     `model.planned.save` wrote, used instead of a strategy; `cache_dir` is a folder that keeps what was measured and
     planned for the next start. `kernels` are eager's, or inductor's where a way has them;
     `dynamic=True` begins with the ways whose plans serve any size. `host_link`, `offload_dir` and `host_budget` are as
-    for `checkpoint`: by the first way, own capture, a plan may also move tensors to the host.
+    for `checkpoint`: by the first way, own capture, a plan may also move tensors to the host. So is `reserve`, by the
+    same way.
     """
     whole, model = model, planned_part(model)
     _check_model(model)
@@ -260,9 +263,11 @@ def checkpoint_model(
         host_link=host_link,
         offload_dir=offload_dir,
         host_budget=host_budget,
+        reserve=reserve,
     )
-    if settings.access is not None and ways_for(settings.kernels, dynamic=dynamic)[0] is not OwnCapture:
-        raise PlannerError("host_link is for own capture alone: leave kernels and dynamic as they are, or it out")
+    if settings.of_own_capture and ways_for(settings.kernels, dynamic=dynamic)[0] is not OwnCapture:
+        named = settings.of_own_capture[0]
+        raise PlannerError(f"{named} is for own capture alone: leave kernels and dynamic as they are, or it out")
     planned = PlannedModel(model, settings)
     model._compiled_call_impl = planned
     whole.__dict__["planned"] = model.__dict__["planned"] = planned

@@ -18,6 +18,7 @@ from planner.solve import Solution
 from planner.units import human_bytes
 from profiler.backend import backend_for, is_accelerator
 from profiler.measuring.memory import allocator_of, guarded
+from rewriter.telling import warn_caller
 
 log = logging.getLogger("recompute_planner")
 
@@ -46,6 +47,24 @@ def read_reserve(reserve: str | None, device: torch.device, api: Any = None) -> 
     if allocator_of(device, api) is None:
         raise BudgetError(f"reserve='arena': the allocator in use on {device} is not PyTorch's own caching one")
     return Reserve.ARENA
+
+
+class Ahead:
+    """What one door has had reserved on its device: one piece, large enough for the largest form so far."""
+
+    def __init__(self, reserve: Reserve, device: torch.device) -> None:
+        self._reserve, self._device = reserve, device
+        self._nbytes = 0
+
+    def hold_for(self, graph: Graph, solution: Solution) -> None:
+        """Where it was asked for, hold a piece that a planned form of `graph` lies in; told where that costs memory."""
+        if self._reserve is Reserve.NOTHING:
+            return
+        assert solution.schedule is not None
+        advice = better_without(solution)
+        if advice:
+            warn_caller(advice)
+        self._nbytes = reserve_arena(graph, solution.schedule, self._device, held_bytes=self._nbytes)
 
 
 def better_without(solution: Solution) -> str:

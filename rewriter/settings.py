@@ -16,6 +16,7 @@ from planner.solve import Strategy
 from rewriter.budgets import check_budget
 from rewriter.cache import Cache
 from rewriter.moving import HostAccess
+from rewriter.reserving import Reserve, read_reserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class PlanSettings:
     show_progress: bool
     cache: Cache
     access: HostAccess | None = None  # what a plan may move tensors to
+    reserve: Reserve = Reserve.NOTHING
 
 
 S = TypeVar("S", bound=PlanSettings)
@@ -52,6 +54,7 @@ def read_settings(
     host_link: str | float | HostLink | None = None,
     offload_dir: str | Path | None = None,
     host_budget: str | int | None = None,
+    reserve: str | None = None,
     **own: Any,
 ) -> S:
     """The settings of one door, `own` being its own; an error in one sentence for what no door can use.
@@ -63,6 +66,7 @@ def read_settings(
     _check_numbers(time_limit_s, most_shapes)
     if plan is not None and not Path(plan).exists():
         raise FileFormatError(f"{plan}: there is no such plan; `{saved_by}({str(plan)!r})` writes one")
+    reserved = read_reserve(reserve, device)
     return kind(
         budget=budget,
         strategy=chosen,
@@ -72,6 +76,7 @@ def read_settings(
         most_shapes=most_shapes,
         cache=Cache.at(cache_dir),
         access=HostAccess.of(host_link, offload_dir, host_budget, device),
+        reserve=reserved,
         **own,
     )
 

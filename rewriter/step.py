@@ -30,7 +30,7 @@ from rewriter.one_plan import ANOTHER_SEQUENCE, answer_of_all, for_own_sizes, ov
 from rewriter.other_shapes import carried_over, kept
 from rewriter.pipeline import Liberties, Limit, Planned, ReadyStep, limit_of, prepare, proven, why_not_proven
 from rewriter.proof import Verification, VerificationError
-from rewriter.reserving import Reserve, better_without, reserve_arena
+from rewriter.reserving import Ahead, Reserve
 from rewriter.settings import PlanSettings
 
 log = logging.getLogger("recompute_planner")
@@ -49,7 +49,6 @@ class Settings(PlanSettings):
     free_gradients: bool
     early_updates: bool
     process_group: Any = None  # of ranks that average the gradients of a plain model
-    reserve: Reserve = Reserve.NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ class CheckpointedStep:
         if settings.process_group is not None:
             agree_on_parameters(self._ranks, workload.model)
         self._measured: list[Graph] = []  # of each way through the step one, or a few
-        self._reserved_bytes = 0  # in one piece, for the largest form so far
+        self._ahead = Ahead(settings.reserve, workload.device)
         self._given_bytes = 0  # what the first form was given: a share of it is no less for a smaller batch
 
     def __repr__(self) -> str:
@@ -276,19 +275,8 @@ class CheckpointedStep:
             most=settings.most_shapes,
             most_bytes=settings.most_forms_bytes,
         )
-        self._reserve_for(form)
+        self._ahead.hold_for(form.ready.graph, form.solution)
         return form
-
-    def _reserve_for(self, form: Form) -> None:
-        """Where it was asked for, hold one piece of the GPU that is large enough for this form's steps."""
-        if self._settings.reserve is Reserve.NOTHING:
-            return
-        graph, schedule, device = form.ready.graph, form.solution.schedule, self._workload.device
-        assert schedule is not None
-        advice = better_without(form.solution)
-        if advice:
-            warnings.warn(advice, UserWarning, stacklevel=4)
-        self._reserved_bytes = reserve_arena(graph, schedule, device, held_bytes=self._reserved_bytes)
 
     def _prepared(self, batch: Any, like: Form | None, *, known: Sequence[Graph]) -> Form:
         settings = self._settings

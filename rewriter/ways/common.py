@@ -18,6 +18,7 @@ from planner.solve import Solution
 from profiler.errors import CaptureError
 from rewriter.budgets import AUTO
 from rewriter.proof import Verification
+from rewriter.reserving import Reserve
 from rewriter.settings import PlanSettings
 
 
@@ -38,12 +39,18 @@ class Kernels(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings(PlanSettings):
-    """What a planned model was asked for; only own capture may move tensors, other ways move nothing."""
+    """What a planned model was asked for."""
 
     optimizer: Optimizer | None
     kernels: Kernels
     dynamic: bool | None
     prove: bool
+
+    @property
+    def of_own_capture(self) -> tuple[str, ...]:
+        """The options given that only own capture heeds: other ways move nothing, and reserve nothing ahead."""
+        given = (("host_link", self.access is not None), ("reserve", self.reserve is not Reserve.NOTHING))
+        return tuple(name for name, is_given in given if is_given)
 
     @property
     def in_bytes(self) -> bool:

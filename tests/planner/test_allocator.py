@@ -143,6 +143,14 @@ def test_a_budget_of_reserved_memory_is_met_in_what_the_allocator_holds():
     assert "reserved" in found.reason
 
 
+def test_a_budget_just_below_what_is_held_is_met_though_memory_is_given_up_in_whole_segments():
+    graph = large_chain()
+    limit = held(graph, unplanned_schedule(graph)).reserved_bytes - MIB // 2
+    found = solve(Problem.of(graph, f"reserved:{limit}"), strategies.make("mutwo"))
+    assert found.status is Status.FITS
+    assert found.held.reserved_bytes <= limit - 10 * MIB
+
+
 def test_what_is_over_a_reserved_budget_says_so_even_where_its_live_bytes_fit():
     graph = large_chain()
     found = solve(Problem.of(graph, f"reserved:{graph.start_bytes + 12 * MIB}"), strategies.make("keep_all"))

@@ -1,4 +1,4 @@
-"""`reserve="arena"`: one piece of a GPU asked for ahead. On a stand-in of torch.cuda: it has not run on a GPU."""
+"""`reserve="arena"` and budgets of reserved memory. On stand-ins of torch.cuda: they have not run on a GPU."""
 
 from dataclasses import replace
 
@@ -8,12 +8,14 @@ import torch
 import strategies
 from planner.allocator import Allocator, CachingAllocator
 from planner.arena import arrange
-from planner.errors import BudgetError
+from planner.errors import BudgetError, PlannerError
 from planner.schedule import unplanned_schedule
 from planner.solve import Problem, solve
 from planner.synthetic import resnet_like
+from profiler.backend.cpu import CpuBackend
 from profiler.measuring.memory import OutOfMemory
-from rewriter import checkpoint
+from rewriter import budgets, checkpoint, checkpoint_model, reserving
+from rewriter.budgets import OverBudget
 from rewriter.reserving import Reserve, better_without, read_reserve, reserve_arena
 from tests.fake_cuda import FakeAllocator
 
@@ -87,3 +89,84 @@ def test_what_cannot_be_reserved_is_told_before_anything_is_captured():
         read_reserve("arena", GPU, Recorded(backend="cudaMallocAsync"))
     with pytest.raises(BudgetError, match="the model is on cpu"):
         checkpoint(print, torch.nn.Linear(1, 1), None, None, budget="60%", reserve="arena")
+
+
+# -- both doors, on a CPU that hands out memory as a GPU does ---------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_memory(monkeypatch):
+    """The CPU with PyTorch's caching allocator of GPUs in front of its memory; what was reserved ahead, in order."""
+    asked = []
+    monkeypatch.setattr(CpuBackend, "allocator", lambda self: Allocator.CACHING)
+    monkeypatch.setattr(CpuBackend, "hold_in_one_piece", lambda self, nbytes: asked.append(nbytes))
+    for room in (budgets, reserving):
+        monkeypatch.setattr(room, "is_accelerator", lambda device: True)
+    return asked
+
+
+def wide():
+    """Activations of more than a MiB each: small ones share a segment, whatever is planned."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    return torch.nn.Sequential(*layers), torch.randn(8192, 64)
+
+
+def train(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def of_a_step(**options):
+    model, batch = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    planned = checkpoint(train, model, optimizer, batch, show_progress=False, **options)
+    planned(batch)
+    return planned.solution
+
+
+def of_a_model(**options):
+    model, batch = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint_model(model, **options)
+    for _ in range(3):
+        train(model, optimizer, batch)
+    assert model.planned.verification.exact
+    return model.planned.solution
+
+
+DOORS = pytest.mark.parametrize("door", [of_a_step, of_a_model])
+
+
+@DOORS
+def test_a_budget_of_reserved_memory_is_kept_at_both_doors(gpu_memory, door):
+    roomy = door(budget="reserved:4GiB", strategy="mutwo")
+    assert not roomy.plan.evictions
+    limit = roomy.held.reserved_bytes - 2**20  # a segment has 20: less has to live in it, and the margin is left
+    found = door(budget=f"reserved:{limit}", strategy="mutwo")
+    assert found.plan.evictions
+    assert found.held.reserved_bytes <= limit
+    assert "reserved" in str(found)
+    assert gpu_memory == []
+    with pytest.raises(OverBudget, match=r"the GPU's allocator holds .* by simulation"):
+        door(budget="reserved:6MiB", strategy="mutwo")
+
+
+@DOORS
+def test_an_arena_is_reserved_once_at_both_doors_and_told_where_it_costs_memory(gpu_memory, door, recwarn):
+    found = door(budget="60%", strategy="mutwo", reserve="arena")
+    assert gpu_memory == [arrange(found.problem.graph, found.schedule).nbytes]
+    assert found.problem.reserves_ahead
+    told = [str(w.message) for w in recwarn if "reserve='arena'" in str(w.message)]
+    assert told == [line for line in [better_without(found)] if line]
+
+
+def test_at_the_model_door_only_own_capture_reserves(gpu_memory):
+    model, _ = wide()
+    with pytest.raises(PlannerError, match="reserve is for own capture alone"):
+        checkpoint_model(model, budget="60%", dynamic=True, reserve="arena")
+    with pytest.raises(BudgetError, match="there is 'arena'"):
+        checkpoint_model(model, budget="60%", reserve="all")

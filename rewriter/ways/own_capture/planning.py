@@ -41,6 +41,7 @@ from rewriter.one_plan import ANOTHER_SEQUENCE, answer_of_all, for_own_sizes, ov
 from rewriter.other_shapes import carried_over
 from rewriter.pipeline import Limit, ReadyStep, budget_bytes, prepare, proven, why_not_proven
 from rewriter.proof import Observation, Verification, VerificationError, compare, observe
+from rewriter.reserving import Reserve
 from rewriter.telling import warn_caller
 from rewriter.ways.common import ModelSettings
 from rewriter.ways.company import Company, open_bytes, solve_beside
@@ -217,6 +218,7 @@ class Planner:
         ).problem(graph, time_limit_s=settings.time_limit_s, in_place=settings.in_place)
         if settings.access is not None:
             problem = settings.access.offered_in(problem)
+        problem = replace(problem, reserves_ahead=settings.reserve is Reserve.ARENA)
         solution = solve_beside(problem, self._planned, self._beside_bytes, said=str(self.company))
         if solution.status is not Status.FITS:
             raise over_budget(solution, limit, margin, elsewhere_bytes=elsewhere)

@@ -21,6 +21,7 @@ from profiler.tracing.joint import forward_of, in_backward, without_saving_hooks
 from profiler.workload import device_of
 from rewriter.agreement import ALONE, Ranks, ranks_of
 from rewriter.budgets import is_share
+from rewriter.reserving import Ahead
 from rewriter.telling import warn_caller
 from rewriter.ways.common import ModelSettings, Refused, Way
 from rewriter.ways.company import Company, open_bytes
@@ -53,6 +54,7 @@ class OwnCapture(WayOfForms[ModelForm]):
         self._company = Company()
         self._ranks: Ranks = ALONE
         self._others = Others()
+        self._ahead = Ahead(settings.reserve, device_of(model))
 
     def _in_training(self, model: nn.Module, batch: Any) -> Any:
         call = Call.of(model, batch)
@@ -177,6 +179,7 @@ class OwnCapture(WayOfForms[ModelForm]):
             f"planned anew for the budget of {self.settings.budget}"
         )
         self._forms = [again if other is form else other for other in self._forms]
+        self._ahead.hold_for(again.ready.graph, again.solution)
         return again
 
     def _outgrown_bytes(self, form: ModelForm, model: nn.Module, batch: Any) -> int:
@@ -253,6 +256,7 @@ class OwnCapture(WayOfForms[ModelForm]):
         if form.measured is not None:
             self._measured = [form.measured, *self._measured][:MOST_MEASURED]
         self._keep(form)
+        self._ahead.hold_for(form.ready.graph, form.solution)
         self._warn_of_a_storm(wrong)
         return form
 
