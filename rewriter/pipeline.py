@@ -30,6 +30,7 @@ from profiler.tracing.guards import Weight
 from profiler.tracing.ranks.replicated import unsynchronised, warm_up_needed, wrapper_bytes
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
 from profiler.tracing.trials.audit import check_against_eager, check_second_trace, eager_ops
+from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.own_changes import (
     may_decide,
     of_data,
@@ -271,7 +272,8 @@ def _check_own_changes(workload: Workload, traced: TracedStep, liberties: Libert
     refuse_drawn(changes)
     if always or may_decide(convention.guards):
         started = time.perf_counter()
-        again = copy_context().run(_traced_again, workload, traced, liberties)
+        with interrupts_come_between():
+            again = copy_context().run(_traced_again, workload, traced, liberties)
         log.info("traced it once more in %.2f s", time.perf_counter() - started)
         check_second_trace(traced.raw_ops, again.ops, changes, (convention.result.leaves, again.returned))
         refuse_deciding(changes, again.changes)

@@ -1,26 +1,23 @@
 """An interrupt or an error at any moment of preparing a step leaves every bit as it was, in both doors."""
 
+import gc
+import os
 import random
 import signal
 import sys
 import threading
-import unittest.mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import rewriter.pipeline
-import rewriter.step
-from profiler.measuring.op_times import _Runner
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from rewriter import checkpoint, checkpoint_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the step changes Python objects")
-
-OUR_ROOMS = ("/profiler/", "/rewriter/", "/planner/", "/strategies/")
 
 
 class Training:
@@ -28,6 +25,7 @@ class Training:
 
     def __init__(self, door):
         torch.manual_seed(0)
+        random.seed(0)
         self.door = door
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -62,124 +60,131 @@ class Training:
 
     def everything(self):
         """All that the user has, and what torch and Python are set to."""
-        state = {id(p): {k: v.tolist() for k, v in s.items()} for p, s in self.optimizer.state.items()}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        state = {names.get(id(p)): {k: v.tolist() for k, v in s.items()} for p, s in self.optimizer.state.items()}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         own = [sorted(vars(one)) for one in (*self.model.modules(), self.optimizer)]
         values = [t.tolist() for t in (*self.model.state_dict().values(), self.average, self.batch[0])]
         grads = [p.grad for p in self.model.parameters()]
-        kept = [id(p) for g in self.optimizer.param_groups for p in g["params"]], len(self.log), dict(self.counts)
+        kept = (
+            [names.get(id(p)) for g in self.optimizer.param_groups for p in g["params"]],
+            len(self.log),
+            self.counts["hook"],
+        )
         generators = torch.get_rng_state().tolist(), random.getstate()
         modes = len(_python_dispatch._get_current_dispatch_mode_stack()), torch.is_grad_enabled(), sys.gettrace()
         patches = torch.autograd.backward, torch.optim.AdamW.step, signal.getsignal(signal.SIGINT)
         return state, groups, own, values, grads, kept, generators, modes, patches
 
 
-def below_a_mode(frame):
-    while frame is not None:
-        if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
+class Copies:
+    """At each boundary a copy of the process is interrupted, or gets an error, and looks at what it finds then.
+
+    A boundary is where a function of a file of `interrupted` is called for the first time, or one of `failing` returns;
+    of those in `each_time`, any time. Only what runs `within` a function of that name counts. What puts back gets no
+    errors: they would be its own.
+    """
+
+    def __init__(self, training, *, interrupted, failing=(), each_time=(), within=""):
+        self.training, self.before = training, training.everything()
+        self.files = {"call": interrupted, "return": failing}
+        self.each_time, self.within = each_time, within
+        self.count, self.failures = 0, []
+        self._seen, self._report = set(), None
+
+    def prepare(self):
+        """Prepare with a copy at each boundary; what went wrong in those, in words."""
+        raised = None
+        sys.setprofile(self._on_event)
+        try:
+            self.training.prepare()
+        except BaseException as error:
+            raised = error
+        finally:
+            sys.setprofile(None)
+            if self._report is not None:
+                self._end_copy(raised)
+        assert raised is None
+        return self.failures
+
+    def _on_event(self, frame, event, _):
+        place = frame.f_code.co_filename, frame.f_code.co_name, frame.f_code.co_firstlineno
+        file = place[0].rpartition("/")[2]
+        if file not in self.files.get(event, ()) or place[1].startswith("<"):
+            return
+        if ((place, event) in self._seen and place[1] not in self.each_time) or not is_inside(frame, self.within):
+            return
+        if event == "return" and is_inside(frame, "__enter__", "__exit__", "enter_context", "put_back"):
+            return
+        self._seen.add((place, event))
+        self._copy(f"{event} of {place[1]} in {file}", event)
+
+    def _copy(self, boundary, event):
+        self.count += 1
+        chance, (reading, writing) = random.getstate(), os.pipe()
+        child = os.fork()
+        if child:
+            os.close(writing)
+            told = os.read(reading, 4000).decode()
+            os.close(reading)
+            if os.waitpid(child, 0)[1] or told:
+                self.failures.append(f"{boundary}: {told or 'the process ended'}")
+            return
+        sys.setprofile(None)
+        self._report = writing, event
+        signal.alarm(60)
+        gc.disable()  # else the memory of the first process is gone through, and thereby copied
+        random.setstate(chance)  # Python seeds it in every copy
+        torch.set_num_threads(1)  # the others have stayed in the first process
+        if event == "return":
+            raise ArithmeticError("half-way")
+        signal.raise_signal(signal.SIGINT)
+
+    def _end_copy(self, raised):
+        (writing, event), told = self._report, []
+        try:
+            if event == "call" and not isinstance(raised, KeyboardInterrupt):
+                told.append(f"the interrupt did not come through, but {raised!r}")
+            pairs = zip(self.before, self.training.everything(), strict=True)
+            told += [f"after {raised!r}, {was!s:.500} became {now!s:.500}" for was, now in pairs if was != now]
+        except BaseException as error:
+            told.append(repr(error))
+        os.write(writing, "; ".join(told)[:4000].encode())
+        os._exit(0)
+
+
+def is_inside(frame, *names):
+    """Whether a frame is one of a function of these names, or below it; "" is any."""
+    while frame is not None and "" not in names:
+        if frame.f_code.co_name in names:
             return True
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
-def calls_of(training, at=None):
-    """The functions of ours that preparing calls; at the call of that number there is an interrupt.
-
-    But for those below a mode of torch's, where C++ is in between: what is raised there can end the whole process.
-    """
-    seen = []
-
-    def on_event(frame, event, arg):
-        name = frame.f_code.co_name
-        if name.startswith("<"):  # a generator that is let go of: Python keeps what is raised there to itself
-            return
-        is_ours = event == "call" and any(room in frame.f_code.co_filename for room in OUR_ROOMS)
-        if is_ours and not below_a_mode(frame):
-            seen.append(name)
-            if len(seen) == at:
-                signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(on_event)
-    try:
-        training.prepare()
-        if at is not None:
-            threading.Event().wait(1.0)  # one that came while something was put back is a moment late
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
-@pytest.mark.parametrize("door", ["model"])
-def test_an_interrupt_at_any_moment_leaves_every_bit(door):
-    calls_of(Training(door))  # what is made once and kept is made now
-    count = len(calls_of(Training(door)))
-    points = random.Random(5).sample(range(1, count), 5)
-    for at in points:
-        training = Training(door)
-        before = training.everything()
-        with pytest.raises(KeyboardInterrupt):
-            calls_of(training, at)
-        assert training.everything() == before, f"interrupted at call {at} of {count}"
-
-
-def failing_at(number, function):
-    """The function, which fails when it is called for that time."""
-    calls = unittest.mock.Mock()  # which, unlike a list, is not put back after a trial
-
-    def call(*args, **kwargs):
-        calls()
-        if calls.call_count == number:
-            raise ArithmeticError("half-way")
-        return function(*args, **kwargs)
-
-    return call
-
-
+# Where the stages of preparing a step are run one after the other; and where things are put in place and put back.
 STAGES = {
-    "capture": (rewriter.pipeline, "capture", 1),
-    "second trace": (rewriter.pipeline, "trace_again", 1),
-    "measuring": (rewriter.pipeline, "measure_within", 1),
-    "measuring an op": (_Runner, "_bind", 40),
-    "comparing ops": (rewriter.pipeline, "check_against_eager", 1),
-    "solving": (rewriter.step, "limit_of", 1),
-    "replaying": (rewriter.pipeline, "apply", 1),
-    "the eager step": (rewriter.pipeline, "observe", 1),
-    "the planned step": (rewriter.pipeline, "observe", 2),
-    "comparing": (rewriter.pipeline, "compare", 1),
-}
+    "step.py", "pipeline.py", "proof.py", "whole_step.py", "one_trace.py", "passes.py", "restoring.py", "op_times.py",
+    "test_interrupted.py",
+}  # fmt: skip
+INSIDE = {
+    "replay.py", "provisional.py", "solve.py", "placed.py", "patches.py", "putting_back.py", "audit.py", "undoing.py",
+    "own_changes.py",
+}  # fmt: skip
+OF_MODELS = {"planning.py", "cutting.py", "passage.py", "trials.py", "joint.py", "common.py", "form.py"}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_error_at_each_stage_comes_through_and_leaves_every_bit(stage, monkeypatch):
-    owner, name, number = STAGES[stage]
-    training = Training("step")
-    before = training.everything()
-    monkeypatch.setattr(owner, name, failing_at(number, getattr(owner, name)))
-    with pytest.raises(ArithmeticError, match="half-way"):
-        training.prepare()
-    monkeypatch.undo()
-    assert training.everything() == before
+def test_an_interrupt_or_an_error_at_each_boundary_of_a_step_leaves_every_bit():
+    Training("step").prepare()  # what is made once and kept is made now
+    copies = Copies(Training("step"), interrupted=STAGES | INSIDE, failing=STAGES, each_time=("step", "follow"))
+    assert copies.prepare() == []
+    assert copies.count > 200
 
 
-@pytest.mark.parametrize("number", range(1, 5))  # two traces, the audit, the proof
-def test_an_error_in_the_users_own_forward_leaves_every_bit(number):
-    training = Training("step")
-    before = training.everything()
-    forward = failing_at(number, training.model[3].forward)
-    with unittest.mock.patch.object(training.model[3], "forward", forward), pytest.raises(Exception, match="half-way"):
-        training.prepare()
-    assert training.everything() == before
-
-
-@pytest.mark.parametrize("number", [1, 3, 6, 7])  # while it is measured, in the audit, in both proofs
-def test_an_error_in_the_users_own_optimizer_leaves_every_bit(number):
-    training = Training("step")
-    before = training.everything()
-    hook = training.optimizer.register_step_post_hook(failing_at(number, lambda *_: None))
-    with pytest.raises(ArithmeticError, match="half-way"):
-        training.prepare()
-    hook.remove()
-    assert training.everything() == before
+def test_an_interrupt_at_each_boundary_of_a_model_leaves_every_bit():
+    copies = Copies(Training("model"), interrupted=OF_MODELS, within="_new_form")
+    assert copies.prepare() == []
+    assert copies.count > 30
 
 
 class Stumbling:
@@ -208,16 +213,47 @@ def test_an_interrupt_waits_for_what_is_being_put_back_and_comes_then():
             signal.raise_signal(signal.SIGINT)
             done.append("put back")
 
-    def interrupted():
-        with interrupts_come_between():
-            with Putting():
-                pass
-            threading.Event().wait(2.0)
-            done.append("too late")
-
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        interrupted(Putting(), done)
     assert done == ["put back"]
+
+
+def interrupted(inside, done):
+    with interrupts_come_between():
+        with inside:
+            torch.ones(2) + 1
+        len(done)
+        done.append("too late")
+
+
+class Interrupted(TorchDispatchMode):
+    def __init__(self, done):
+        super().__init__()
+        self.done = done
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add.Tensor:
+            signal.raise_signal(signal.SIGINT)
+            self.done.append("computed")
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_interrupt_below_a_mode_waits_for_what_is_computed():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Interrupted(done), done)
+    assert done == ["computed"]
+
+
+def test_where_somebody_measures_an_interrupt_waits_for_the_end():
+    done = []
+    sys.setprofile(lambda *_: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(Interrupted(done), done)
+    finally:
+        sys.setprofile(None)
+    assert done == ["computed", "too late"]
 
 
 def test_outside_of_the_main_thread_interrupts_are_nobodys_here():

@@ -52,7 +52,7 @@ def learning(reach: Reach) -> Iterator[None]:
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same without anybody watching: below the dispatcher no function is the user's, and there are millions."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __torch_dispatch__(*args: Any, **kwargs: Any) -> Any:  # noqa: N807 - by it interrupts are held back
         tracer = sys.gettrace()
         sys.settrace(None)
         try:
@@ -60,7 +60,7 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             sys.settrace(tracer)
 
-    return call
+    return __torch_dispatch__
 
 
 def _noting_reads(function: Callable[..., Any], reach: Reach) -> Callable[..., Any]:
