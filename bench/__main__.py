@@ -26,6 +26,7 @@ COMMANDS = {
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
     "pareto": "the whole trade-off of a step: overhead against peak, with the proven bound; as a figure",
     "arena": "what each idea of memory planning is worth, and what PyTorch's allocator would hold",
+    "moves": "a plan that moves tensors to files, carried out: peak and waits as predicted, against the meter",
     "results": "make the tables and figures of bench/results again from the rows beside them",
     "graph": "the step before and after rewriting: text, DOT, a page, the plan as a figure",
     "export": "a plan for PyTorch's memory viewer, for Perfetto, and as a selective-checkpoint policy",

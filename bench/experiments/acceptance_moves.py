@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -37,10 +36,13 @@ def moved_step(
         ready = prepare(make(), ["100%"], access=_access(device, folder, None))
         problem = Problem(graph=ready.graph, budget_bytes=1, host_link=ANY_PRICE)
         solution = solve(problem, strategies.make("offload_only"))
-        late = partial(backend_for(device).idle, LATE_S)
+        backend = backend_for(device)
         assert ready.access is not None
         moved = f"{_moved(solution)} at {measured_link(ready.access.host, device)}"
-        ways: Sequence[tuple[str, BeforeCopy]] = (("copies as they come", None), ("every copy late", late))
+        ways: Sequence[tuple[str, BeforeCopy]] = (
+            ("copies as they come", None),
+            ("every copy late", lambda _: backend.idle(LATE_S)),
+        )
         return [(how, _seen(ready, solution, _access(device, folder, before), steps), moved) for how, before in ways]
 
 

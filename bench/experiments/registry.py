@@ -16,6 +16,7 @@ from bench.experiments.exactness import EXACTNESS
 from bench.experiments.experiment import Experiment, Results
 from bench.experiments.goals import GOALS
 from bench.experiments.large import LARGE
+from bench.experiments.moves import MOVES
 from bench.experiments.pareto.budget_for import BUDGET_FOR
 from bench.experiments.pareto.run import PARETO
 from bench.experiments.plans.rows import PLANS
@@ -37,6 +38,7 @@ EXPERIMENTS: tuple[Experiment[Any], ...] = (
     EXACTNESS,
     GOALS,
     LARGE,
+    MOVES,
     PARETO,
     PLANS,
     SCALED,

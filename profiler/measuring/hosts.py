@@ -68,7 +68,8 @@ def all_bytes(tensor: Tensor) -> Tensor:
     return made.set_(tensor.untyped_storage())
 
 
-BeforeCopy = Callable[[], None] | None  # what a copy waits for where it runs: how slow links are made for tests
+# What a copy of so many bytes waits for where it runs: how slow links are made.
+BeforeCopy = Callable[[int], None] | None
 
 
 class Copying(Protocol):
@@ -241,9 +242,9 @@ def _copy(how: Callable[[Any, Any], None], handed: list[Tensor], buffer: Any, be
     let go of where the schedule says, by the thread that runs it.
     """
     memory = handed.pop()
-    if before is not None:
-        before()
     size = memory.numel()
+    if before is not None:
+        before(size)
     with mmap.mmap(buffer.fileno(), size) as mapped:
         how(memory.numpy(), mapped)
 
@@ -307,7 +308,7 @@ class CudaHost:
         stream.wait_stream(self._api.current_stream(self._device))
         with self._api.stream(stream):
             if self._before_copy is not None:
-                self._before_copy()
+                self._before_copy(source.numel())
             target.copy_(source, non_blocking=True)
             event = self._api.Event()
             event.record(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -13,14 +14,18 @@ from profiler.backend import backend_for
 from profiler.measuring.hosts import Host, Move
 
 SMALL_BYTES = 1 << 16
-LARGE_BYTES = 1 << 25
-ROUNDS = 5
+# As activations are. From 32 MiB on glibc takes every block from the system anew and gives it back at once: a copy back
+# is then three times slower, since the system clears each page before it is written to.
+LARGE_BYTES = 1 << 24
+ROUNDS = 9
+STEPS_A_DECADE = 20  # of round figures: each is 12% above the last
 
 
 def measured_link(host: Host, device: torch.device) -> HostLink:
     """The link by which copies of both sizes take what they took, in the median and in round figures.
 
-    Round, so that two starts on one machine mostly ask the same question, whose answer may be kept.
+    Round, so that two starts on one machine often ask the same question, whose answer may be kept; and no rounder than
+    what steps wait for copies can be predicted by.
     """
     small_out_us, small_in_us = _round_trip_us(host, device, SMALL_BYTES)
     large_out_us, large_in_us = _round_trip_us(host, device, LARGE_BYTES)
@@ -32,7 +37,8 @@ def measured_link(host: Host, device: torch.device) -> HostLink:
 
 
 def _rounded(number: float) -> float:
-    return float(f"{number:.1g}")
+    step = round(STEPS_A_DECADE * math.log10(max(1.0, number)))
+    return float(f"{10 ** (step / STEPS_A_DECADE):.2g}")
 
 
 def _bytes_per_s(small_us: float, large_us: float) -> float:

@@ -110,7 +110,8 @@ def test_a_host_that_nobody_holds_any_more_has_closed_its_files(tmp_path):
 def test_a_slow_disk_is_waited_for(tmp_path):
     may_go_on = threading.Event()
 
-    def slow():
+    def slow(nbytes):
+        assert nbytes == 8000
         assert may_go_on.wait(timeout=30)
 
     tensor = torch.arange(1000)
@@ -257,9 +258,9 @@ def test_copies_run_on_streams_of_their_own_after_the_ops_and_before_what_waits(
 
 def test_a_copy_can_be_held_up_on_its_own_stream(cuda):
     held_up = []
-    host = CudaHost(CPU, api=cuda, before_copy=lambda: held_up.append(cuda.on.name))
+    host = CudaHost(CPU, api=cuda, before_copy=lambda nbytes: held_up.append((cuda.on.name, nbytes)))
     there_and_back(host, torch.randn(10))
-    assert held_up == [host._out.name, host._in.name]
+    assert held_up == [(host._out.name, 40), (host._in.name, 40)]
 
 
 def test_a_pinned_buffer_is_not_written_before_its_last_copy_back_was_read(cuda):
