@@ -45,7 +45,7 @@ class Scaling:
         storages = tuple(_storage(a, b, share) for a, b in zip(self.low.storages, self.high.storages, strict=True))
         values = tuple(_value(a, b, share) for a, b in zip(self.low.values, self.high.values, strict=True))
         ops = tuple(_op(a, b, float(share)) for a, b in zip(self.low.ops, self.high.ops, strict=True))
-        return replace(self.low, ops=ops, values=values, storages=storages).validate()
+        return replace(self.low, ops=ops, values=values, storages=storages)  # as valid as the two: sizes alone differ
 
     def deviation(self, graph: Graph, batch: int) -> str:
         """Where the graph captured at `batch` is not the predicted one, to the byte; "" where it is."""
@@ -102,6 +102,8 @@ def _value(low: Value, high: Value, share: Fraction) -> Value:
 
 
 def _op(low: Op, high: Op, share: float) -> Op:
+    if low.time_us == high.time_us and low.workspace_bytes == high.workspace_bytes:
+        return low
     workspace = along(low.workspace_bytes, high.workspace_bytes, share)
     return replace(low, time_us=along(low.time_us, high.time_us, share), workspace_bytes=round(workspace))
 

@@ -43,12 +43,13 @@ class _Validator:
         for kind, records in kinds:
             seen: set[int] = set()
             for position, record in enumerate(records):
+                if record.id == position:
+                    seen.add(position)
+                    continue
                 label = f"{kind} {getattr(record, 'name', '')!r} " if kind != "storage" else "storage "
                 if record.id in seen:
                     raise GraphError(f"{label}at position {position} repeats the id {record.id}")
-                if record.id != position:
-                    raise GraphError(f"{label}at position {position} has id {record.id}; ids count from 0")
-                seen.add(record.id)
+                raise GraphError(f"{label}at position {position} has id {record.id}; ids count from 0")
 
     def _check_storages(self) -> None:
         for storage in self.graph.storages:

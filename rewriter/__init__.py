@@ -11,7 +11,7 @@ from rewriter.model import PlannedModel, checkpoint_model, uncheckpoint
 from rewriter.proof import Verification, VerificationError, verify
 from rewriter.step import CheckpointedStep
 from rewriter.ways.compiled import register
-from rewriter.ways.own_capture.passage import BackwardError
+from rewriter.ways.rehearsal import BackwardError
 
 __all__ = [
     "BackwardError",

@@ -11,10 +11,12 @@ from planner.analysis import Floor, floor
 from planner.culprits import where_the_peak_is
 from planner.errors import BudgetError, PlannerError
 from planner.ir import Graph, Role
+from planner.simulator import unplanned
 from planner.solve import Solution
 from planner.units import human_bytes, is_reserved, read_budget
 from profiler.backend import backend_for, is_accelerator
 from profiler.measuring.memory import allocator_of
+from profiler.tracing.joint import OUTSIDE_NAME
 
 AUTO = "auto"
 
@@ -76,6 +78,12 @@ def margin_bytes(graph: Graph, limit_bytes: int) -> int:
     return int(MARGIN * max(0, limit_bytes - graph.start_bytes))
 
 
+def margin_of_a_plan_bytes(graph: Graph, limit_bytes: int, *, in_place: bool) -> int:
+    """What is kept free for the error of the prediction: nothing where all fits as it is, and no plan is needed."""
+    fits_as_it_is = unplanned(graph, in_place=in_place).peak_bytes <= limit_bytes
+    return 0 if fits_as_it_is else margin_bytes(graph, limit_bytes)
+
+
 def over_budget(solution: Solution, limit_bytes: int, margin: int, *, elsewhere_bytes: int = 0) -> OverBudget:
     """The smallest peak found, the floor that no plan can go under with what it is made of, and what would help.
 
@@ -109,7 +117,11 @@ def _where(solution: Solution) -> str:
 def _help(graph: Graph, lowest: Floor, limit_bytes: int, *, whole_step: bool) -> str:
     words = ["a smaller batch"]
     if whole_step and any(graph.storages[graph.values[v].storage].role is Role.GRADIENT for v in graph.outputs):
-        words.append("free_gradients=True with early_updates=True, which take gradients out of the peak")
+        of_a_model = any(op.target == OUTSIDE_NAME for op in graph.ops)
+        words.append(
+            f"{'planning the whole step by checkpoint() with ' if of_a_model else ''}free_gradients=True with "
+            "early_updates=True, which take gradients out of the peak"
+        )
     text = "; ".join(words)
     if lowest.nbytes < limit_bytes:
         text = f"another strategy or a longer time limit may get below it; {text}"

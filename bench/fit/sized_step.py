@@ -17,7 +17,7 @@ from profiler.estimating.roofline import OpCost, op_costs, with_costs
 from profiler.tracing.whole_step import TracedStep
 
 # Graphs of a large step take some ten megabytes each: this many are held, and others made again.
-GRAPHS_HELD = 12
+GRAPHS_HELD = 24
 # No batch above this is looked for.
 LARGEST_BATCH = 2**20
 

@@ -51,10 +51,12 @@ def with_costs(graph: Graph, costs: Sequence[OpCost | None], device: Device) -> 
     What several of them do together takes what their link allows, where it is known.
     """
     ops = tuple(op if cost is None else cost.op_on(device, op) for op, cost in zip(graph.ops, costs, strict=True))
-    storages = tuple(replace(s, nbytes=device.rounded(s.nbytes)) for s in graph.storages)
+    storages = tuple(
+        s if (nbytes := device.rounded(s.nbytes)) == s.nbytes else replace(s, nbytes=nbytes) for s in graph.storages
+    )
     timing = Timing(kind=TimingKind.ESTIMATED, device=device.name)
-    found = replace(graph, ops=ops, storages=storages, timing=timing).validate()
-    return found if device.group_link is None else with_group_link(found, device.group_link)
+    found = replace(graph, ops=ops, storages=storages, timing=timing)
+    return found.validate() if device.group_link is None else with_group_link(found, device.group_link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,11 @@ def open_bytes() -> int:
     return sum(held.nbytes for held in _open.values())
 
 
+def open_count() -> int:
+    """How many planned forwards have not gone backward."""
+    return len(_open)
+
+
 def others_bytes(device: torch.device, *, without: Iterable[Tensor]) -> int:
     """What tensors hold on a device, but for `without` and for what planned forwards hold.
 

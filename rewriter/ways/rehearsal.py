@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
+from planner.errors import PlannerError
 from planner.units import human_bytes
 from profiler.errors import CaptureError
 from profiler.measuring.memory import OutOfMemory, available_bytes
@@ -91,15 +92,31 @@ def stop_watching() -> bool:
 atexit.register(stop_watching)  # a profiler that runs when the interpreter ends brings the process down
 
 
+class BackwardError(PlannerError):
+    """A backward that the planned model was not prepared for; says what it saw and what to do."""
+
+
+def refuse_second_derivative() -> None:
+    """BackwardError in a backward that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise BackwardError(
+            "this backward is itself to be differentiated (create_graph=True), which a planned model cannot do: "
+            "call uncheckpoint(model) first, or leave such a penalty to a model that is not planned"
+        )
+
+
 class Rehearsal:
     """One forward of the model as it was, and its backward; `facts` are there once both are over.
 
-    `call` is how the model is called. Without a meter nobody asks for the bytes outside.
+    `call` is how the model is called. Without a meter nobody asks for the bytes outside. A backward that is itself to
+    be differentiated is refused, unless the plan to come `differentiates_twice`.
     """
 
-    def __init__(self, meter: Meter | None, *, call: ModelCall = as_it_was) -> None:
+    def __init__(self, meter: Meter | None, *, call: ModelCall = as_it_was, differentiates_twice: bool = False) -> None:
         self._meter = meter
         self._call = call
+        self._differentiates_twice = differentiates_twice
+        self._is_differentiated = False  # the backward itself: it frees nothing, so that nothing is learned from it
         self._watch: Watch | None = None
         self.is_cut = False
         self._rises: list[int] | None = None  # per span: forward, the caller, backward
@@ -140,6 +157,9 @@ class Rehearsal:
         return seen
 
     def _note(self, index: int, _: _Tape, gradient: Tensor) -> None:
+        if not self._differentiates_twice:
+            refuse_second_derivative()
+        self._is_differentiated |= torch.is_grad_enabled()
         self.keeps_graph |= is_graph_kept()
         if not self._layouts:
             self._held = still_there(self._outputs)
@@ -169,12 +189,12 @@ class Rehearsal:
         return not self.is_over and self._tape is not None and self._tape() is not None
 
     def facts(self, *, estimated: bool = False) -> Facts | None:
-        """What was learned; None where no backward has reached the model.
+        """What was learned; None where no backward has reached the model, or one that is itself differentiated.
 
         Nor where something else took the watch away, unless the bytes outside are to be `estimated` then.
         """
         self.stop()
-        if not self.is_over:
+        if not self.is_over or self._is_differentiated:
             return None
         outside_bytes = BYTES_OF_A_LOSS * self._gradient_bytes if self._meter is not None else 0
         if self._rises is not None and len(self._rises) >= 3:

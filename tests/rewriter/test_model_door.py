@@ -210,6 +210,21 @@ def test_a_second_derivative_is_refused_with_a_way_out(network):
         torch.autograd.grad(classified(planned, 0), list(planned.parameters()), create_graph=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}])
+def test_a_second_derivative_is_refused_in_the_first_step_too_and_an_ordinary_one_after_it_is_eagers(options):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))  # whose forward is torch's own
+    planned = checkpoint_model(copy.deepcopy(eager), budget="100%", strategy="mutwo", **options)
+    with pytest.raises(BackwardError, match="create_graph=True"):
+        torch.autograd.grad(planned(torch.ones(256, 16)).sum(), list(planned.parameters()), create_graph=True)
+    for i in range(3):
+        for model in (eager, planned):
+            model.zero_grad()
+            model(torch.full((256, 16), 1.0 + i)).square().mean().backward()
+        assert all(map(same_bits, *([p.grad for p in model.parameters()] for model in (eager, planned))))
+    assert planned.planned.way is (Way.DYNAMO if options else Way.OWN_CAPTURE)
+
+
 def test_a_weight_that_changes_between_forward_and_backward_is_noticed_as_in_eager(network):
     _, planned = network
     loss = classified(planned, 0)

@@ -20,7 +20,7 @@ from planner.units import human_bytes
 from profiler.measuring.restoring import Touched
 from profiler.tracing.joint import detached, forward_of
 from profiler.workload import device_of
-from rewriter.budgets import margin_bytes, over_budget
+from rewriter.budgets import margin_of_a_plan_bytes, over_budget
 from rewriter.given_plan import GivenPlan
 from rewriter.pipeline import budget_bytes, proven
 from rewriter.proof import Verification, VerificationError, compare, observe
@@ -102,7 +102,7 @@ class Planner:
         device, seconds = device_of(self.model), settings.time_limit_s / len(self.graphs)
         total = budget_bytes(self.graphs[0].graph, settings.budget, device)
         limit = total - elsewhere
-        margin = margin_bytes(self.graphs[0].graph, limit) + less_bytes
+        margin = margin_of_a_plan_bytes(self.graphs[0].graph, limit, in_place=False) + less_bytes
         given = self._given()
         for blocks in [given[0]] if given else self.graphs:
             problem = Problem(graph=blocks.graph, budget_bytes=limit - margin, time_limit_s=seconds, in_place=False)

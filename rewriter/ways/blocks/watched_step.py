@@ -74,7 +74,7 @@ class BlockRehearsal:
     def __init__(self, model: nn.Module, meter: Meter) -> None:
         self._model = model
         self._meter = meter
-        self._facts = Rehearsal(None, call=forward_of)
+        self._facts = Rehearsal(None, call=forward_of, differentiates_twice=True)
         self._watch: Watch | None = None
         self._spans: list[Span] | None = None
         self._marks = 0

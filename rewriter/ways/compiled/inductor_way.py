@@ -86,7 +86,7 @@ class InductorWay(CompiledWay):
             used = frozenset(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
         del tensors
         facts = Facts(used=used, held=used, outside_bytes=0)  # held: so that they are compared by more than digests
-        plain = torch.compile(model._call_impl, backend="inductor", dynamic=self.settings.dynamic)
+        plain = self._given_to_dynamo("inductor")
         calls: list[Callable[[Any], Any]] = [
             lambda given: as_it_was(model, *given),
             self._through_dynamo,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from planner.ir import Graph, Role
 from planner.solve import Problem, Solution, Status
-from rewriter.budgets import is_share, margin_bytes, over_budget
+from rewriter.budgets import is_share, margin_of_a_plan_bytes, over_budget
 from rewriter.pipeline import budget_bytes
 from rewriter.ways.common import ModelSettings
 from rewriter.ways.company import Company, open_bytes, others_bytes, solve_beside
@@ -43,7 +43,8 @@ def elsewhere_bytes(settings: ModelSettings, device: torch.device, own: Sequence
 def room_for(graph: Graph, settings: ModelSettings, device: torch.device, *, elsewhere: int) -> Room:
     """The budget as bytes for `graph`, beside `elsewhere` bytes of other tensors."""
     limit = budget_bytes(graph, settings.budget, device, in_place=settings.in_place) - elsewhere
-    return Room(limit_bytes=limit, margin_bytes=margin_bytes(graph, limit), elsewhere_bytes=elsewhere)
+    margin = margin_of_a_plan_bytes(graph, limit, in_place=settings.in_place)
+    return Room(limit_bytes=limit, margin_bytes=margin, elsewhere_bytes=elsewhere)
 
 
 def beside_bytes(solution: Solution, settings: ModelSettings, company: Company) -> int:

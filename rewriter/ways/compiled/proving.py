@@ -15,8 +15,7 @@ from rewriter.proof import Observation, Verification, VerificationError, compare
 from rewriter.telling import warn_caller
 from rewriter.ways.common import Refused
 from rewriter.ways.compiled.comparison import ROUNDING, relative_difference
-from rewriter.ways.own_capture.passage import BackwardError
-from rewriter.ways.rehearsal import Facts
+from rewriter.ways.rehearsal import BackwardError, Facts
 from rewriter.ways.trials import trial
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from profiler.ops import memory_of
 from profiler.tracing.fx_graphs.layouts import Layout
 from rewriter.ways.company import Company
 from rewriter.ways.compiled.parts import FromCall, FromCaller, FromGap, Source
-from rewriter.ways.rehearsal import begin_watching, is_graph_kept
+from rewriter.ways.rehearsal import begin_watching, is_graph_kept, refuse_second_derivative
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ class Journey:
 
     def note_gradient(self, call: int, outputs: Mapping[int, Layout | None]) -> None:
         """Gradients have come back for outputs of a call, in a layout of their own or in that of the output."""
+        refuse_second_derivative()
         if not self.backward:
             for number, called in enumerate(self.calls):
                 called.held = frozenset(i for i in called.outputs if self._is_held(number, i))

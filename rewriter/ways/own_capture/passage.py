@@ -9,18 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.errors import PlannerError
 from profiler.ops import memory_of
 from profiler.tracing.fake_tensors.patches import below_autograd
 from profiler.tracing.fx_graphs.layouts import Layout, laid_out
 from profiler.tracing.ranks.torch_distributed import distributed, spec_of
 from rewriter.ways import company
 from rewriter.ways.own_capture.cutting import Halves
-from rewriter.ways.rehearsal import is_graph_kept
-
-
-class BackwardError(PlannerError):
-    """A backward that the planned model was not prepared for; says what it saw and what to do."""
+from rewriter.ways.rehearsal import BackwardError, is_graph_kept, refuse_second_derivative
 
 
 class Passage:
@@ -107,11 +102,7 @@ class Passage:
 
     def check(self, tangents: Sequence[Any]) -> None:
         """BackwardError for a second derivative, and where other outputs get a gradient than the plan was made for."""
-        if torch.is_grad_enabled():
-            raise BackwardError(
-                "this backward is itself to be differentiated (create_graph=True), which a planned model cannot do: "
-                "call uncheckpoint(model) first, or leave such a penalty to a model that is not planned"
-            )
+        refuse_second_derivative()
         seen = tuple(i for i, tangent in enumerate(tangents) if tangent is not None and i in self.trainable)
         self.on_backward({self.names[i]: Layout.of(tangents[i]) for i in seen})
         if seen != self.used:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from planner.errors import FileFormatError
 from planner.ir import Graph
 from planner.plan import Plan
-from planner.simulator import unplanned
 from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes
 from profiler.errors import CaptureError
@@ -35,7 +36,7 @@ from profiler.tracing.joint import (
 from profiler.tracing.whole_step import TracedStep
 from profiler.workload import device_of
 from rewriter.agreement import ALONE, Ranks, agree
-from rewriter.budgets import OverBudget, bounds_reserved, is_share, margin_bytes, over_budget
+from rewriter.budgets import OverBudget, bounds_reserved, is_share, margin_bytes, margin_of_a_plan_bytes, over_budget
 from rewriter.given_plan import GivenPlan
 from rewriter.one_plan import ANOTHER_SEQUENCE, answer_of_all, for_own_sizes, overlapped
 from rewriter.other_shapes import carried_over
@@ -44,8 +45,8 @@ from rewriter.proof import Observation, Verification, VerificationError, compare
 from rewriter.reserving import Reserve
 from rewriter.telling import warn_caller
 from rewriter.ways.common import ModelSettings
-from rewriter.ways.company import Company, open_bytes, solve_beside
-from rewriter.ways.optimizer_steps import OptimizerSteps, elsewhere_bytes, gradient_bytes
+from rewriter.ways.company import Company, open_bytes, open_count, solve_beside
+from rewriter.ways.optimizer_steps import OptimizerSteps, elsewhere_bytes, gradient_bytes, nbytes_of
 from rewriter.ways.own_capture.cutting import cut
 from rewriter.ways.own_capture.form import ModelForm, forward_function
 from rewriter.ways.rehearsal import BYTES_OF_A_LOSS, Call, Facts
@@ -122,7 +123,7 @@ class Planner:
         measured = None if ready.is_scaled else ready.graph
         ready = self._as_called(ready)
         with self.ranks.together("planning the model"):
-            form = self._form(ready, self._solved(ready), measured)
+            form = self._form(ready, self._roomy(ready, self._batches_to_come_bytes()), measured)
         agree(self.ranks, "the sequence of collectives", form.collectives, otherwise=ANOTHER_SEQUENCE)
         unbound = replace(ready, workload=workload._replace(batch=None))  # a batch is not kept alive
         return replace(self._proven(form), ready=unbound)
@@ -130,11 +131,7 @@ class Planner:
     def again(self, form: ModelForm, *, to_grow_bytes: int) -> ModelForm:
         """The same capture, planned for what other tensors take now; where it can be, they may grow by some bytes."""
         self.facts = form.facts
-        try:
-            solution = self._solved(form.ready, spare_bytes=to_grow_bytes)
-        except OverBudget:
-            solution = self._solved(form.ready)
-        return self._proven(self._form(form.ready, solution, form.measured))
+        return self._proven(self._form(form.ready, self._roomy(form.ready, to_grow_bytes), form.measured))
 
     def _proven(self, form: ModelForm) -> ModelForm:
         why_not = self._why_not_proven(form.ready)
@@ -199,6 +196,13 @@ class Planner:
         called = replace(ready.measured, traced=replace(traced, graph=as_called(traced.graph)))
         return replace(ready, measured=called, common=None if ready.common is None else as_called(ready.common))
 
+    def _roomy(self, ready: ReadyStep, spare_bytes: int) -> Solution:
+        """A plan that leaves so much to what may still come, where there is one."""
+        if self.ranks.size == 1:
+            with suppress(OverBudget):
+                return self._solved(ready, spare_bytes=spare_bytes)
+        return self._solved(ready)
+
     def _solved(self, ready: ReadyStep, *, spare_bytes: int = 0) -> Solution:
         settings, graph = self.settings, ready.planned_on
         mine = elsewhere_bytes(self.model, self.batch, settings.optimizer) if settings.in_bytes else 0
@@ -207,8 +211,7 @@ class Planner:
         if is_share(settings.budget):  # of the first batches: a smaller one may take as much
             total = max([total, *(solution.problem.budget_bytes for solution in self.earlier)])
         limit = total - elsewhere
-        fits_as_it_is = unplanned(graph, in_place=settings.in_place).peak_bytes <= limit
-        margin = 0 if fits_as_it_is else margin_bytes(graph, limit)
+        margin = margin_of_a_plan_bytes(graph, limit, in_place=settings.in_place)
         self.usable_bytes = total - margin // 2
         problem = Limit(
             nbytes=limit,
@@ -228,6 +231,13 @@ class Planner:
             return solution
         turn = [op.id for op in graph.ops if op.target == OUTSIDE_NAME]
         return overlapped(for_own_sizes(solution, ready.graph), graph, barriers=turn)
+
+    def _batches_to_come_bytes(self) -> int:
+        """What the batches of other forwards take that will be alive beside this one, and are not there yet."""
+        if not self.settings.in_bytes:
+            return 0
+        still_to_come = max(0, self.company.forwards - open_count())
+        return still_to_come * nbytes_of(leaf for leaf in pytree.tree_leaves(self.batch) if isinstance(leaf, Tensor))
 
     def _most_elsewhere_bytes(self, solution: Solution) -> int:
         """What other tensors may take of a budget in bytes beside a plan; half of the margin stays the prediction's."""
