@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from profiler.ops import memory_of
 from profiler.tracing.fake_tensors.patches import preserved, refill
 from profiler.tracing.ranks.torch_distributed import local
+from profiler.tracing.ranks.torch_shards import free_whole_parameters
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.undoing import give_memory_of, has_memory_of, undone, watched
 from profiler.tracing.whole_step import TracedStep
@@ -84,6 +85,7 @@ def state_kept(
     live = list({id(t): t for t in (*_tensors(model, params, states), *tensors)}.values())
     with ExitStack() as restoring:  # the last registered first, each whatever became of the others
         restoring.enter_context(interrupts_come_between())
+        restoring.callback(free_whole_parameters, model)
         for generator in generators:
             restoring.callback(generator.set_state, generator.get_state())
         for group in optimizer.param_groups:  # some optimizers count in their groups

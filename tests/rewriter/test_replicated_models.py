@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from profiler.measuring.memory import live_bytes
 from rewriter import checkpoint_model, uncheckpoint
 from rewriter.ways.common import Way
 from tests.ranks import on_ranks, told_by
@@ -90,27 +92,33 @@ def _of_shards(rank: int, order: str) -> tuple[list[Tensor], Any]:
         loss.backward()
         if loss.item() > 0:  # the loop is live Python
             optimizer.step()
+    del loss
+    gc.collect()
+    live = live_bytes(torch.device("cpu"), without=[])
     left = [t.to_local().detach().clone() for p in model.parameters() for t in (p, p.grad)]
     if order == "eager":
-        return left, None
+        return left, live
     planned = model.planned
     gathers = [word for word in planned.taken.form.collectives if word.startswith("all_gather_into_tensor")]
-    return left, (planned.way, planned.verification, len(gathers), planned.timeline().hidden_us)
+    return left, (planned.way, planned.verification, len(gathers), planned.timeline().hidden_us, live)
 
 
 def _both_of_shards(rank: int) -> list[Any]:
-    eager, _ = _of_shards(rank, "eager")
+    eager, live = _of_shards(rank, "eager")
+    live += sum(tensor.nbytes for tensor in eager)  # which are kept for what comes
     found = []
     for order in ("planned, then sharded", "sharded, then planned"):
-        left, planned = _of_shards(rank, order)
-        found.append((all(map(torch.equal, left, eager)), planned))
+        left, (*planned, ours) = _of_shards(rank, order)
+        found.append((all(map(torch.equal, left, eager)), planned, ours - live))
+        del left
     return found
 
 
 def test_a_planned_model_trains_as_shards_whichever_comes_first() -> None:
     for of_rank in on_ranks(_both_of_shards):
-        for is_equal, (way, proof, gathers, hidden_us) in of_rank:
+        for is_equal, (way, proof, gathers, hidden_us), more_bytes in of_rank:
             assert is_equal
+            assert more_bytes <= 1024, "whole parameters are let go between steps"
             assert way is Way.OWN_CAPTURE
             assert proof.exact
             assert abs(proof.prediction_error) < 0.01
@@ -152,7 +160,7 @@ def test_blocks_of_shards_in_a_plain_model_are_planned_and_a_ragged_batch_of_one
 
 
 def _dies_in_a_step(rank: int) -> None:
-    model = blocks_of_shards(rank, budget="70%")
+    model = blocks_of_shards(rank, budget="100%")
     for i in range(4):
         out = model(torch.randn(64, 16)).square().mean()
         if rank == 1 and i == 3:

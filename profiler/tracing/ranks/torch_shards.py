@@ -179,6 +179,20 @@ def reshard(model: nn.Module) -> None:
             part.reshard()
 
 
+def free_whole_parameters(model: nn.Module) -> None:
+    """Free whole parameters that are gathered no more, where putting a trial's writes back has filled them."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is None or not has_group():
+        return
+    for part in model.modules():
+        if not isinstance(part, module.FSDPModule):
+            continue
+        for unit in _state_of(part)._fsdp_param_groups:
+            if unit.is_sharded:
+                for parameter in unit.fsdp_params:
+                    parameter.free_unsharded_param()
+
+
 def why_not_sharded(model: nn.Module) -> str:
     """What of a sharded model is not captured, by name, or ""."""
     from torch.distributed.fsdp import FSDPModule
