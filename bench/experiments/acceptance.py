@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ import torch
 import strategies
 from bench.experiments.acceptance_moves import moved_step
 from bench.experiments.acceptance_ranks import RANKS, two_ranks
+from bench.experiments.comparison.peers import measure_peer
 from bench.experiments.exactness import MODELS, OPTIMIZER_NAMES
 from bench.experiments.experiment import Experiment, Results, line_by_line
 from bench.experiments.results_file import resumed_rows, save_rows
 from bench.machine.clock import Clock
 from bench.show.tables import markdown
 from bench.show.terminal import stage
+from bench.workloads.peers import NotForThisModelError
 from bench.workloads.spec import OPTIMIZERS, WorkloadSpec, moved, torch_device
 from bench.workloads.zoo import ZOO
 from planner.solve import Problem, solve
@@ -46,7 +48,10 @@ STEPS = 3  # of each version, where they are compared
 ROUNDS = 7  # of both in turn, where they are timed
 CLOSE = 0.01  # of what was measured: how far a prediction of memory may be off
 CLOSE_RESERVED = 0.10
+CLOSE_TO_NEIGHBOUR = 0.05  # of eager's time: what two measurements of the same may differ by
 CLOSE_TIME = 0.15  # of eager's time: how much more than predicted a planned step may take
+
+NEIGHBOUR = "torch.utils.checkpoint, every block"
 
 # The step that is measured, larger where there is a GPU.
 MEASURED = {
@@ -64,6 +69,7 @@ class Promise(Enum):
     BUDGET = "the budget is kept"
     RESERVED = "a GPU's allocator holds what was predicted"
     TIME = "the extra time is about what was predicted"
+    NEIGHBOURS = "in as much memory, a plan is no slower than checkpointed blocks"
     MOVES = "tensors that are moved to the host come back as they went, also where every copy is late"
     RANKS = "a planned step on two ranks does what eager does there"
 
@@ -148,6 +154,9 @@ def cases(device: torch.device) -> Iterator[Case]:
     spec = MEASURED[device.type if device.type in accelerators() else "cpu"]
     make = partial(_on_device, spec, device)
     yield Case(title=f"{spec.title}, measured", promise=Promise.TIME, run=partial(_measured, make, spec.title))
+    title = f"{spec.title}, beside checkpointed blocks"
+    there = replace(spec, device=str(device))
+    yield Case(title=title, promise=Promise.NEIGHBOURS, run=partial(_beside_blocks, there, make, title))
     model, optimizer = list(MODELS)[-1], OPTIMIZER_NAMES[0]  # whose peak is made of what can be moved
     title = f"{model}, {optimizer}, moved to the host"
     small = partial(_small, model, optimizer, device)
@@ -270,13 +279,35 @@ def _reserved_row(step: CheckpointedStep, workload: Workload, title: str) -> Acc
 
 
 def _time_row(step: CheckpointedStep, workload: Workload, title: str) -> AcceptanceRow:
+    ratio, predicted = _to_eager(step, workload), 1 + (step.solution.overhead or 0.0)
+    said = f"{ratio:.2f}x of eager (median of {ROUNDS} in turn), {predicted:.2f}x by op times"
+    return _row(title, Promise.TIME, ratio <= predicted + CLOSE_TIME, said)
+
+
+def _to_eager(step: CheckpointedStep, workload: Workload) -> float:
+    """Time of a planned step relative to eager's, in turn."""
     clock, batch = Clock(workload.device), workload.batch
     for call in (workload.run_once, partial(step, batch)):
         clock.seconds(call)  # the first of each makes what later ones find
     ratios = [clock.seconds(partial(step, batch)) / clock.seconds(workload.run_once) for _ in range(ROUNDS)]
-    ratio, predicted = statistics.median(ratios), 1 + (step.solution.overhead or 0.0)
-    said = f"{ratio:.2f}x of eager (median of {ROUNDS} in turn), {predicted:.2f}x by op times"
-    return _row(title, Promise.TIME, ratio <= predicted + CLOSE_TIME, said)
+    return statistics.median(ratios)
+
+
+def _beside_blocks(spec: WorkloadSpec, make: Callable[[], Workload], title: str) -> list[AcceptanceRow]:
+    """A plan within the measured peak of what users would pick instead, both timed in turn with eager."""
+    try:
+        theirs = measure_peer(spec, NEIGHBOUR, ROUNDS)
+    except NotForThisModelError as error:
+        return [AcceptanceRow(case=title, promise=Promise.NEIGHBOURS, verdict=Verdict.NOT_HERE, said=str(error))]
+    assert theirs.peak_ratio is not None
+    assert theirs.time_ratio is not None
+    workload = make()
+    share = f"{100 * min(1.0, theirs.peak_ratio):.2f}%"
+    ratio = _to_eager(checkpoint(*workload, budget=share, show_progress=False), workload)
+    said = (
+        f"in {share} of what eager's step adds: {ratio:.2f}x of eager planned, {theirs.time_ratio:.2f}x by {NEIGHBOUR}"
+    )
+    return [_row(title, Promise.NEIGHBOURS, ratio <= theirs.time_ratio + CLOSE_TO_NEIGHBOUR, said)]
 
 
 def _moved_to_host(make: Callable[[], Workload], device: torch.device, title: str) -> list[AcceptanceRow]:
