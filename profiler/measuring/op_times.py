@@ -13,19 +13,21 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from functools import partial
+from typing import Any, TypeVar, assert_never
 
 from rich.progress import Progress
 from torch import Tensor, fx
 
-from planner.ir import Graph, Rerun, Timing, TimingKind
+from planner.ir import Graph, Op, Rerun, Timing, TimingKind
 from planner.schedule import RunKind, Schedule, unplanned_schedule
 from planner.walk import Freed, Launched, Ran, Waited, walk
 from profiler.collectives import communicates
-from profiler.errors import CaptureError
+from profiler.errors import MODEL_DOOR, CaptureError
 from profiler.measuring.collective_times import CollectiveCost, collective_costs
 from profiler.measuring.hosts import Host
 from profiler.measuring.live_moves import LiveMoves
+from profiler.measuring.memory import is_exhaustion
 from profiler.measuring.meters import MemorySample, Meter, meter_for
 from profiler.measuring.pooling import pooled
 from profiler.measuring.restoring import Touched
@@ -38,6 +40,8 @@ from profiler.tracing.whole_step import TracedStep
 from profiler.workload import device_of
 
 log = logging.getLogger("recompute_planner")
+
+T = TypeVar("T")
 
 TIMED_RUNS = 3
 # A call shorter than this is repeated until it fills it: the clock and the call of the clock are not the op.
@@ -157,7 +161,7 @@ class _Runner:
             match event:
                 case Ran():
                     times = 1 if event.again or event.step.into is not None else repeats[event.op.id]
-                    result = watch.lap(self._call(event), repeats=times)
+                    result = _told(event.op, partial(watch.lap, self._call(event), repeats=times))
                     self._bind(event, result)
                     owners.append(None if event.again else event.op.id)
                     del result
@@ -239,6 +243,19 @@ class _Runner:
         nodes = (self.traced.value_nodes[v] for v in self.traced.graph.values_in[storage])
         saved = [self.states.pop(storage)] if storage in self.states else []
         return [*(self.live.pop(node) for node in nodes if node in self.live), *saved]
+
+
+def _told(op: Op, run: Callable[[], T]) -> T:
+    """What a run gives; an op that fails on the user's own tensors, as it did not when it was traced, by its name."""
+    try:
+        return run()
+    except RuntimeError as error:
+        if is_exhaustion(error):
+            raise
+        raise CaptureError(
+            f"{op.source_line or op.module_path or op.name}: {op.target} fails on your tensors, though it did not on "
+            f"fake ones: {error}. {MODEL_DOOR}"
+        ) from error
 
 
 def _as_made(traced: TracedStep, made_bytes: dict[int, int]) -> TracedStep:

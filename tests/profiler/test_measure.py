@@ -89,6 +89,18 @@ def test_an_op_that_fails_half_way_leaves_everything_as_it_was(share):
     assert contents(model, optimizer) == before
 
 
+def test_an_op_that_cannot_run_on_real_tensors_is_told_by_its_line(monkeypatch):
+    step, model, optimizer, batch = small.make()()
+    traced = capture(step, model, optimizer, batch)
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("view size is not compatible")
+
+    traced.nodes[0].target = fails
+    with pytest.raises(CaptureError, match=r"small\.py:.* fails on your tensors.*view size"):
+        quietly(traced, batch)
+
+
 def test_the_step_trains_on_as_if_it_had_not_been_measured():
     def train(measured):
         torch.manual_seed(0)

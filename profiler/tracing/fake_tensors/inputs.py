@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
 from profiler.tracing.calling_convention import BatchSlot, BufferSlot, GradSlot, InputSlot, ParamSlot, StateSlot
+from profiler.tracing.fake_tensors.eager_layouts import EagerLayouts
 from profiler.tracing.fake_tensors.patches import preserved
 from profiler.tracing.fake_tensors.without_memory import fake_mode_of
 from profiler.tracing.guards import PLAIN, attributes_of, give_attributes
@@ -29,7 +29,7 @@ class StandIns:
         self.params = {id(p): ParamSlot(**_owner(model, n)) for n, p in model.named_parameters()}
         self.buffers = {id(b): BufferSlot(**_owner(model, n)) for n, b in model.named_buffers()}
         self.batch_leaves, self.batch_tree = pytree.tree_flatten(batch)
-        self.mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_mode_of(model) or EagerLayouts(allow_non_fake_inputs=True)
         self.inputs: dict[InputSlot, Tensor] = {}  # in the order of the placeholders
         self.lazy: dict[InputSlot, None] = {}  # those of what is not there yet
         self.absent: set[ParamSlot] = set()  # whose `.grad` must be None when the step begins

@@ -13,6 +13,7 @@ from torch.nn import init
 
 from planner.errors import PlannerError
 from profiler.errors import CaptureError, explain
+from profiler.tracing.fake_tensors.eager_layouts import EagerLayouts
 from profiler.tracing.fake_tensors.patches import generators_kept, patched
 from profiler.tracing.ranks.torch_distributed import local
 
@@ -20,7 +21,7 @@ from profiler.tracing.ranks.torch_distributed import local
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Every tensor made inside is a fake one on its device; the random generators are as before afterwards."""
-    with generators_kept(), _no_initial_values(), FakeTensorMode(allow_non_fake_inputs=True):
+    with generators_kept(), _no_initial_values(), EagerLayouts(allow_non_fake_inputs=True):
         yield
 
 
