@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.analysis import droppable, floor, least_bytes, rerun_reads
 from planner.ir import Graph, Phase
-from strategies.ilp.program import ONE, ZERO, Linear, SparseModel, sparse, total
+from strategies.ilp.linear import ONE, ZERO, Linear, SparseModel, sparse, total
 from strategies.ilp.solvers import Outcome, SolverName, solve_model
 
 STAGES = (1, 3, 5, 9, 15)

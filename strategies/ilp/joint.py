@@ -26,8 +26,8 @@ from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem
 from planner.units import human_bytes
 from strategies.ilp.joint_polish import WORTH_US, JointPolish
+from strategies.ilp.linear import Floats
 from strategies.ilp.moving import MovingProgram
-from strategies.ilp.program import Floats
 from strategies.ilp.shared_work import (
     FEW,
     KEEP_ALL,
@@ -40,6 +40,7 @@ from strategies.ilp.shared_work import (
     worst,
 )
 from strategies.ilp.solvers import Answer, Outcome, SolverError, SolverName, solve_model
+from strategies.ilp.standing import Found as Without
 from strategies.ilp.windows import WINDOW, fixed_outside, windows
 from strategies.mutwo.swapping import Choice, Swapping
 
@@ -111,8 +112,7 @@ class JointSearch:
         So the link never makes it worse: the proof takes a moment where the link is worth something, and where it is
         worth little, the search gets a good part of the time; in a graph that is small enough, all that it needs.
         """
-        from strategies.ilp.search import Found as Without  # which asks for this module
-        from strategies.ilp.search import Ilp, Search
+        from strategies.ilp.search import Ilp, Search  # which asks for this module
 
         small = len(self.work.free) <= FEW
         seconds = self._left_s() if small else SHARE_WITHOUT_LINK * self.problem.time_limit_s

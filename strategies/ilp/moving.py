@@ -21,8 +21,10 @@ import numpy as np
 
 from planner.analysis import liveness, movable, rerun_reads
 from planner.host_link import HostLink
-from strategies.ilp.program import ONE, Floats, Ints, Linear, SparseModel, StagedProgram, total
+from strategies.ilp.linear import ONE, Floats, Ints, Linear, SparseModel, total
+from strategies.ilp.program import StagedProgram
 from strategies.ilp.reduction import NEVER, SMALL_SHARE, Reduction
+from strategies.ilp.small import Small
 
 FEW_ROWS = 5  # ops between two moments that get time rows of their own before any are known to matter
 
@@ -115,6 +117,9 @@ class MovingProgram(StagedProgram):
         return {x for x, variable in self.moved.items() if point[variable] > 0.5 and x in away}
 
     # -- memory -------------------------------------------------------------------------------------------------
+
+    def _idle_small(self) -> tuple[Small, ...]:
+        return ()  # they may be moved instead, which takes no time that is counted
 
     def _memory(self, k: int, fixed: Ints) -> Linear:
         return self._less_absent(super()._memory(k, fixed), k)

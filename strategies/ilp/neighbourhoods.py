@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from random import Random
 
 from planner.incremental import Incremental
+from strategies.ilp.linear import Floats, SparseModel
 from strategies.ilp.polish import WORTH_US, Polish, shed_free
-from strategies.ilp.program import Floats, SparseModel, StagedProgram
-from strategies.ilp.shared_work import Work
+from strategies.ilp.program import StagedProgram
+from strategies.ilp.shared_work import Places, Work
 from strategies.ilp.solvers import SolverName, solve_model
 
 NODES = 40  # a solve, and fewer where the program is larger than so many variables times rows
@@ -33,9 +34,17 @@ class Neighbourhoods:
     """The best state so far, and solves around it."""
 
     def __init__(
-        self, work: Work, state: Incremental, solver: SolverName, budget_bytes: int, *, deadline: float
+        self,
+        work: Work,
+        state: Incremental,
+        solver: SolverName,
+        budget_bytes: int,
+        *,
+        deadline: float,
+        places: Places | None = None,
     ) -> None:
         self.work, self.solver = work, solver
+        self.places = places if places is not None else work.places
         self.budget_bytes, self.deadline = budget_bytes, deadline
         self.state = state
         self.slack_bytes = 0  # for what is called small, and so is not counted
@@ -44,7 +53,7 @@ class Neighbourhoods:
 
     def program(self) -> tuple[StagedProgram, SparseModel]:
         """The program for what is counted by now, under the budget less the slack."""
-        program, slack = self.work.program(), self.slack_bytes
+        program, slack = self.places.program(), self.slack_bytes
         if self._model is None or self._model[0] is not program or self._model[1] != slack:
             self._model = program, slack, program.at(self.budget_bytes - slack)
         return program, self._model[2]
@@ -69,7 +78,7 @@ class Neighbourhoods:
         over = state.stage_bytes() - self.budget_bytes
         if over.max() <= 0:
             return True
-        if self.work.count_there(state, over):
+        if self.places.count_there(state, over):
             return False
         slack = self.slack_bytes + int(over.max())
         if slack > MOST_SLACK * self.budget_bytes:

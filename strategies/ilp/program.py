@@ -12,118 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.analysis import liveness, rerun_reads
+from strategies.ilp.linear import ONE, ZERO, Floats, Ints, Linear, SparseModel, bytes_of, sparse, total
 from strategies.ilp.reduction import NEVER, Anchor, Block, Node, Reduction
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseModel:
-    """Minimise `offset + cost @ x` with `least ≤ x ≤ most` and `lower ≤ matrix @ x` (CSR); `integer` x are whole."""
-
-    cost: Floats
-    offset: float
-    integer: npt.NDArray[np.bool_]
-    least: Floats
-    most: Floats
-    starts: Ints
-    columns: Ints
-    coefficients: Floats
-    lower: Floats
-
-    @property
-    def n_variables(self) -> int:
-        return len(self.cost)
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.lower)
-
-    def relaxed(self) -> SparseModel:
-        """The same program with no x whole."""
-        return replace(self, integer=np.zeros(self.n_variables, dtype=np.bool_))
-
-    def near(self, point: Floats) -> SparseModel:
-        """The same program where every whole x that already is whole in `point` stays as it is there."""
-        low, high = self.integer & (point < 1e-6), self.integer & (point > 1 - 1e-6)
-        return replace(self, least=np.where(high, 1.0, self.least), most=np.where(low, 0.0, self.most))
-
-    def cheaper_than(self, value: float) -> SparseModel:
-        """The same program without the points that cost `value` or more."""
-        costly = np.flatnonzero(self.cost)
-        unit = max(abs(value), 1e-9) / 100
-        return replace(
-            self,
-            starts=np.append(self.starts, self.starts[-1] + len(costly)),
-            columns=np.concatenate((self.columns, costly)),
-            coefficients=np.concatenate((self.coefficients, -self.cost[costly] / unit)),
-            lower=np.append(self.lower, (self.offset - value) / unit),
-        )
-
-    def fixed(self, values: dict[int, float]) -> SparseModel:
-        """The same program where these variables have these values."""
-        least, most = self.least.copy(), self.most.copy()
-        for variable, value in values.items():
-            least[variable] = most[variable] = value
-        return replace(self, least=least, most=most)
-
-
-class Linear:
-    """A linear expression: a constant and coefficients by variable."""
-
-    __slots__ = ("constant", "terms")
-
-    def __init__(self, constant: float = 0.0, terms: dict[int, float] | None = None) -> None:
-        self.constant = constant
-        self.terms = terms if terms is not None else {}
-
-    def add(self, other: Linear, factor: float = 1.0) -> Linear:
-        self.constant += factor * other.constant
-        for variable, coefficient in other.terms.items():
-            self.terms[variable] = self.terms.get(variable, 0.0) + factor * coefficient
-        return self
-
-
-def total(*parts: tuple[float, Linear]) -> Linear:
-    """The sum of factor × expression."""
-    result = Linear()
-    for factor, part in parts:
-        result.add(part, factor)
-    return result
-
-
-ZERO, ONE = Linear(), Linear(1.0)
-
-
-def bytes_of(expression: Linear, solution: Floats) -> float:
-    """What an expression comes to at a point."""
-    return expression.constant + sum(c * float(solution[v]) for v, c in expression.terms.items())
-
-
-def sparse(
-    cost: list[float], offset: float, integer: list[bool], rows: list[tuple[dict[int, float], float]]
-) -> SparseModel:
-    """Rows given as (coefficients, lower bound) in arrays."""
-    counts = np.fromiter((len(terms) for terms, _ in rows), dtype=np.int64, count=len(rows))
-    size = int(counts.sum())
-    return SparseModel(
-        cost=np.array(cost),
-        offset=offset,
-        integer=np.array(integer, dtype=np.bool_),
-        least=np.zeros(len(cost)),
-        most=np.ones(len(cost)),
-        starts=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts))),
-        columns=np.fromiter((v for terms, _ in rows for v in terms), dtype=np.int64, count=size),
-        coefficients=np.fromiter((c for terms, _ in rows for c in terms.values()), dtype=np.float64, count=size),
-        lower=np.array([lower for _, lower in rows]),
-    )
+from strategies.ilp.small import Small, idle_small, prices
 
 
 class StagedProgram:
@@ -148,6 +43,8 @@ class StagedProgram:
         self.keep = {x: self._variable(integer=True) for x in reduction.blocks}
         self._reruns: dict[tuple[int, int], Linear] = {}
         self._held: dict[tuple[int, int], Linear] = {}
+        self.idle_small = self._idle_small()
+        self.without_small = self._prices()
         self.offset = 0.0
         for node in reduction.nodes.values():
             self._add_node(node)
@@ -306,7 +203,24 @@ class StagedProgram:
             self._held[key] = self._fresh()
             self._at_least(self._held[key], rerun)
             self._at_least(self._held[key], kept)
+            both = self._rerun_for_others(block)
+            self._at_least(self._held[key], total((1.0, rerun), (1.0, kept), (-1.0, both)))
         return self._held[key]
+
+    def _rerun_for_others(self, block: Block) -> Linear:
+        """At least 1 where the maker is rerun although the block is kept: something else that it makes is asked for."""
+        reason = Linear()
+        for y in self.reduction.nodes[block.maker].blocks:
+            other = self.reduction.blocks.get(y)
+            if other is None:
+                return ONE
+            if other is block:
+                continue
+            if other.first != NEVER:
+                reason.add(self.dropped(y))
+            for w in other.readers:
+                reason.add(self.a(w, self.tail))
+        return reason
 
     def _lingering(self, block: Block, k: int) -> Linear:
         """Held beyond its own uses for reruns that still read it."""
@@ -360,7 +274,36 @@ class StagedProgram:
             if state:
                 waiting = total((1.0, self.a(node.op, self.tail)), (-1.0, self.a(node.op, k)))
                 memory.add(waiting, state)
+        self._add_small(
+            memory, ((s.freed < position < s.first, s.first <= position <= s.last) for s in self.idle_small)
+        )
         return memory.add(overwrite_credit(self, position), -1.0) if self.in_place else memory
+
+    def _idle_small(self) -> tuple[Small, ...]:
+        """The small storages that are there unless their makers are rerun."""
+        return idle_small(self.reduction)
+
+    def _prices(self) -> Linear:
+        """Bytes of small storages that are had back, for the time that it takes at least."""
+        back = Linear()
+        for price in prices(self.reduction, self.idle_small):
+            variable = self._variable()
+            self.cost[variable] = price.time_us
+            back.terms[variable] = float(price.nbytes)
+        return back
+
+    def _add_small(self, memory: Linear, there: Iterable[tuple[bool, bool]]) -> None:
+        """Add small storages: idle ones unless their makers are rerun or they are had back, and those in use."""
+        kept = Linear()
+        for small, (idle, used) in zip(self.idle_small, there, strict=True):
+            root = self.reduction.root.get(small.maker)
+            if used:
+                kept.constant += small.nbytes
+            elif idle:
+                kept.add(ONE, small.nbytes)
+                kept.add(self.a(root, self.tail) if root is not None else ZERO, -float(small.nbytes))
+        if kept.terms or kept.constant:
+            memory.add(kept).add(self.without_small, -1.0)
 
     # -- memory during a rerun ----------------------------------------------------------------------------------
 
@@ -373,6 +316,9 @@ class StagedProgram:
         memory = Linear(float(carried_bytes(reduction, position)))
         for block in reduction.blocks.values():
             memory.add(self._live_before(block, k, op, rerun if block.storage in reads else None), block.nbytes)
+        self._add_small(
+            memory, ((s.freed < position <= s.first, s.first < position <= s.last) for s in self.idle_small)
+        )
         transient = graph.ops[op].workspace_bytes + sum(graph.storages[s].nbytes for s in graph.makes[op])
         transient += sum(graph.storages[s].nbytes for s in reads if s in reduction.merged)
         if self.in_place and graph.ops[op].overwritable and graph.makes[op]:

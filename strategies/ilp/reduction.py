@@ -69,8 +69,8 @@ class Anchor:
 class Reduction:
     """The decisions left, and everything fixed around them.
 
-    `small` storages are kept; a solve that yields a bound leaves their bytes out. `merged` storages are dropped:
-    keeping what is made of them is never worse.
+    `small` storages are kept; a solve that yields a bound has their bytes back at a price (`strategies.ilp.small`).
+    `merged` storages are dropped: keeping what is made of them is never worse.
     """
 
     graph: Graph

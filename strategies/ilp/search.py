@@ -17,26 +17,27 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import strategies
 from planner.analysis import floor
 from planner.errors import NoPlan, StrategyError
 from planner.incremental import Incremental
-from planner.plan import BoundClass, Plan, with_bound
+from planner.plan import Plan
 from planner.solve import Problem
-from planner.units import human_bytes
+from strategies.ilp.alike import alike, counted
 from strategies.ilp.bounds import any_schedule_bound_us
 from strategies.ilp.joint import JointSearch
+from strategies.ilp.linear import Floats, SparseModel
 from strategies.ilp.neighbourhoods import Neighbourhoods
 from strategies.ilp.polish import Polish, enumerate_all, shed_free
-from strategies.ilp.program import Floats, SparseModel, StagedProgram
-from strategies.ilp.shared_work import FEW, KEEP_ALL, Work, first_moments, state_of, tell_tried
+from strategies.ilp.program import StagedProgram
+from strategies.ilp.shared_work import FEW, KEEP_ALL, Places, Work, first_moments, state_of
 from strategies.ilp.smallest import smallest_peak
 from strategies.ilp.solvers import TOLERANCE, Answer, Outcome, SolverError, SolverName, solve_model
+from strategies.ilp.standing import SEEDS, Found, Standing
 
-SEEDS = ("mutwo", "sqrtn")
 ROUNDS = 60
 SECONDS_FOR_ANY_SCHEDULE = 2.0  # to prove that no schedule at all fits, when nothing was found
 EVALUATIONS = 4000  # of the exact simulator, for each candidate that is polished
@@ -44,11 +45,14 @@ FEW_EVALUATIONS = 1000  # for one that will be looked at again
 PROOFS = 4  # each may find a candidate in its way, and where memory must be counted to be rid of it
 ALMOST = 0.002  # over the budget: what is worth repairing
 RELAXATIONS = 6
+REPEATED = 0.25  # classes to a block, up to which blocks are counted by class
+SCARCE = 3  # places, up to which memory is counted there alone
 DISPUTED_SHARE = 0.2  # of the blocks, up to which what is disputed is solved at once
 WINDOWS = 24
 IDLE_WINDOWS = 5  # without gain, after which no further one is tried
 CELLS = 400_000_000  # variables times rows times nodes of a program that is solved whole
 LEAST_NODES = 20
+SURE = 0.9  # of the gap, so that a plan that costs what the program says is within it
 TRY_EVERY_SET = 12  # storages, up to which what the program leaves open is settled by trying every set
 SQRTN_SIMULATIONS = 90  # about what the seed `sqrtn` costs; a tenth where it need only beat what there is
 
@@ -78,17 +82,7 @@ class Ilp:
         return Search(problem, self).run()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A plan, what it comes to, and who found it."""
-
-    plan: Plan
-    peak_bytes: int
-    recompute_us: float
-    who: str
-
-
-class Search:
+class Search(Standing):
     """One call of `Ilp.plan`. `work` carries over from other budgets on the same graph, and so does a bound.
 
     Where nothing can fit it looks for the `smallest` peak there is, unless nobody wants to know.
@@ -103,22 +97,11 @@ class Search:
         bound_us: float = 0.0,
         smallest: bool = True,
     ) -> None:
-        self.problem = problem
+        super().__init__(problem, gap=options.gap, bound_us=bound_us)
         self.wants_smallest = smallest
-        self.graph = problem.graph
         self.options = options
-        self.started = time.perf_counter()
         self.deadline = self.started + problem.time_limit_s
         self.work = work if work is not None else Work(problem)
-        self.best: Found | None = None  # the cheapest that fits
-        self.alone: Found | None = None  # the same without seeds
-        self.smallest: Found | None = None  # the one with the smallest peak
-        self.bound_us = bound_us
-        self.impossible = False  # proven for every plan that recomputes once
-        self.hopeless = False  # proven for any schedule
-        self.floor_bytes = 0  # the smallest peak not proven out of reach of such plans
-        self.cut_off = False
-        self.failure = ""
         self.near: Neighbourhoods | None = None
 
     def run(self) -> Plan:
@@ -157,34 +140,6 @@ class Search:
         found = Found(plan=plan, peak_bytes=timeline.peak_bytes, recompute_us=timeline.recompute_us, who=name)
         self._offer(found)
 
-    def _offer(self, found: Found) -> None:
-        peak_bytes, extra_us = found.peak_bytes, found.recompute_us
-        tell_tried(self.problem, found.who, started=self.started, peak_bytes=peak_bytes, extra_us=extra_us)
-        if self.smallest is None or found.peak_bytes < self.smallest.peak_bytes:
-            self.smallest = found
-        if found.peak_bytes > self.problem.budget_bytes:
-            return
-        if self.best is None or found.recompute_us < self.best.recompute_us - 1e-9:
-            self.best = found
-        if not found.who.endswith(SEEDS) and (self.alone is None or found.recompute_us < self.alone.recompute_us):
-            self.alone = found
-
-    def _offer_state(self, state: Incremental, who: str) -> None:
-        self._offer(Found(plan=state.plan(), peak_bytes=state.peak()[0], recompute_us=state.recompute_us, who=who))
-
-    def _proven(self) -> bool:
-        """Whether the best plan is within the gap asked for."""
-        if self.best is None:
-            return self.impossible
-        gap_us = (self.options.gap + 2 * TOLERANCE) * self.best.recompute_us
-        return self.best.recompute_us - self.bound_us <= gap_us + 1e-9
-
-    def _optimal(self) -> bool:
-        """Whether nothing that recomputes once can be any better."""
-        if self.best is None:
-            return False
-        return self.best.recompute_us - self.bound_us <= 2e-6 * max(1.0, self.best.recompute_us)
-
     # -- the program ------------------------------------------------------------------------------------------
 
     def _optimise(self) -> None:
@@ -206,7 +161,7 @@ class Search:
     def _progress(self) -> tuple[float, int, bool]:
         """What a proof may change so that another one has more to go on."""
         assert self.best is not None
-        return self.best.recompute_us, self.work.counted, self.near is not None and self.near.slack_bytes > 0
+        return self.best.recompute_us, self.work.places.counted, self.near is not None and self.near.slack_bytes > 0
 
     def _may_improve(self) -> bool:
         """Whether there is a plan of a large graph to start from."""
@@ -218,19 +173,57 @@ class Search:
         near = self.near = self._neighbourhoods(self.best)
         if near is None:
             return
-        for _ in range(RELAXATIONS):
+        around = near
+        for number in range(RELAXATIONS):
             if self._proven() or self._searching_s() <= 0:
-                return
-            model = self.work.program().at(self.problem.budget_bytes)
-            relaxed = self._solve(model.relaxed(), bounds=True, corner=False)
+                break
+            program = self.work.program()
+            relaxed = self._solve(program.at(self.problem.budget_bytes).relaxed(), bounds=True, corner=False)
             if relaxed.point is None or self._proven():
-                return
-            disputed = near.disputed(relaxed.point)
-            few = len(disputed) <= DISPUTED_SHARE * len(near.blocks)
-            if few and near.around(disputed):
-                self._offer_state(near.state, "MILP")
-            elif not self._sweep(near):
-                return
+                break
+            if number == 0:
+                around = self._where_scarce(near, program, relaxed.point)
+            if self._proven() or not self._decide_anew(around, relaxed.point):
+                break
+        near.state = around.state
+
+    def _decide_anew(self, near: Neighbourhoods, relaxed: Floats) -> bool:
+        """What is disputed if that is little, or windows; True if anything was gained."""
+        disputed = near.disputed(relaxed)
+        few = len(disputed) <= DISPUTED_SHARE * len(near.blocks)
+        if few and near.around(disputed):
+            self._offer_state(near.state, "MILP")
+            return True
+        return self._sweep(near)
+
+    def _where_scarce(self, near: Neighbourhoods, program: StagedProgram, relaxed: Floats) -> Neighbourhoods:
+        """All decided anew by a program that counts memory only where the relaxation is at the budget.
+
+        Where that is in few places, it goes on from there; elsewhere from `near`.
+        """
+        moments, inner = program.where_full(relaxed, self.problem.budget_bytes)
+        places = Places(self.work.reduction, moments, inner, in_place=self.problem.in_place)
+        few = Neighbourhoods(
+            self.work, near.state, self.options.solver, self.problem.budget_bytes, deadline=self.deadline, places=places
+        )
+        counted_by_class = 0
+        while 0 < places.counted <= SCARCE and not self._proven() and self._searching_s() > 0:
+            if counted_by_class != places.counted:
+                counted_by_class = places.counted
+                self._count_alike(places.program())
+            if self._proven() or not few.around(set(few.blocks)):
+                break
+            self._offer_state(few.state, "MILP")
+        near.state = few.state
+        return few if 0 < places.counted <= SCARCE else near
+
+    def _count_alike(self, program: StagedProgram) -> None:
+        """Learn from the bound of a program in which only numbers of equal blocks are whole."""
+        classes = alike(self.work.reduction)
+        if len(classes) > REPEATED * len(program.keep):
+            return
+        model = counted(program, program.at(self.problem.budget_bytes), classes)
+        self._solve(model, bounds=True, gap=0.1 * self.options.gap)
 
     def _sweep(self, near: Neighbourhoods) -> bool:
         """Decide windows anew, one after another; True if anything was gained."""
@@ -270,7 +263,7 @@ class Search:
                 break
             kept, state = solved
             over = state.stage_bytes() - budget
-            if self.work.count_there(state, over):
+            if self.work.places.count_there(state, over):
                 target = budget
             elif over.max() <= 0:
                 self._polish(state, "polish")
@@ -300,14 +293,18 @@ class Search:
         return True
 
     def _refute_in_steps(self, program: StagedProgram, model: SparseModel, near: Neighbourhoods) -> bool:
-        """First by a program that counts memory in few places; then also where the relaxation is at the budget."""
+        """First by a program that counts memory in few places; then also where the relaxation is at the budget.
+
+        Where the relaxation is at the budget in very few places, these are enough.
+        """
         relaxed = self._solve(model.relaxed(), bounds=True, corner=False)
         if relaxed.point is None:
             return True
         known = True
         first = first_moments(self.work.reduction, in_place=self.problem.in_place)
         tight, inner = program.where_full(relaxed.point, self.problem.budget_bytes)
-        for moments, at in ((first, []), (first.union(tight), inner)):
+        scarce = 0 < len(tight) + len(inner) <= SCARCE
+        for moments, at in ((tight, inner),) if scarce else ((first, []), (first.union(tight), inner)):
             if self._proven() or self._searching_s() <= 0:
                 return True
             refuting = StagedProgram(self.work.reduction, moments, at, in_place=self.problem.in_place)
@@ -358,6 +355,7 @@ class Search:
         share: float = 0.75,
         cut_off_counts: bool = True,
         corner: bool = True,
+        gap: float | None = None,
     ) -> Answer:
         """Solve within a share of the time left; learn from its bound if it is one."""
         nodes = int(self.options.effort * CELLS / max(1, model.n_variables * model.n_rows))
@@ -365,7 +363,9 @@ class Search:
             model,
             self.options.solver,
             time_limit_s=share * max(0.0, self._searching_s()),
-            gap=0.9 * self.options.gap,  # so that a plan that costs what the program says is within the gap
+            gap=gap
+            if gap is not None
+            else 0.9 * self.options.gap,  # so that a plan that costs what the program says is within the gap
             hint=hint,
             corner=corner,
             nodes=max(LEAST_NODES, nodes),
@@ -451,39 +451,3 @@ class Search:
         self._offer_state(state_of(self.graph, dropped, in_place=self.problem.in_place), "trying every set")
         if self.best is not None:
             self.bound_us, self.cut_off = self.best.recompute_us, False
-
-    # -- the answer -------------------------------------------------------------------------------------------
-
-    def _answer(self) -> Plan:
-        found = self.best if self.best is not None else self.smallest
-        if found is None:
-            limit = f"ilp: no plan within {self.problem.time_limit_s:.1f} s; {self._floor()}: raise the time limit"
-            raise NoPlan(self.failure or limit)
-        plan = replace(found.plan, cut_off=self.cut_off, found_by=found.who, note=self._note(found))
-        if self.best is None:
-            return plan  # a bound on the time of plans that fit says nothing of one that does not
-        bound_us = max(0.0, min(self.bound_us, found.recompute_us))
-        return with_bound(plan, lower_bound_us=bound_us, bound_class=BoundClass.RECOMPUTE_ONCE)
-
-    def _note(self, found: Found) -> str:
-        """Who won, what the program reached without seeds, and what is proven."""
-        if self.failure:
-            return f"ilp: only its seeds, {found.who} won; {self.failure}"
-        words = [f"ilp: {found.who} won"]
-        if self.best is None:
-            words.append(self._floor())
-        elif self.alone is None:
-            words.append("the program alone found nothing that fits")
-        elif self.best.recompute_us < self.alone.recompute_us - 1e-9:
-            words.append(f"the program alone reached {self.alone.recompute_us / self.graph.time_us:.2%}")
-        if self.cut_off:
-            words.append("cut off by the time limit")
-        return "; ".join(words)
-
-    def _floor(self) -> str:
-        least = floor(self.graph, in_place=self.problem.in_place).nbytes
-        higher = self.floor_bytes and self.floor_bytes >= least  # a search that was cut off may have proven less
-        once = f", none that recomputes once in less than {human_bytes(self.floor_bytes)}" if higher else ""
-        proof = "proven: nothing that recomputes once fits; " if self.impossible else ""
-        proof = "proven: nothing fits, however often it recomputes; " if self.hopeless else proof
-        return f"{proof}no schedule at all runs in less than {human_bytes(least)}{once}"

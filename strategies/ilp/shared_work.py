@@ -38,8 +38,46 @@ Bytes = npt.NDArray[np.int64]
 log = logging.getLogger("recompute_planner")
 
 
+class Places:
+    """Where a program counts memory: at ops, and during the rerun of an op placed before another. They only grow."""
+
+    def __init__(
+        self, reduction: Reduction, moments: Iterable[int], inner: Iterable[tuple[int, int]] = (), *, in_place: bool
+    ) -> None:
+        self.reduction = reduction
+        self.in_place = in_place
+        self.moments = set(moments)
+        self.inner = set(inner)
+        self._program: tuple[int, StagedProgram] | None = None
+
+    @property
+    def counted(self) -> int:
+        """How many there are by now."""
+        return len(self.moments) + len(self.inner)
+
+    def program(self) -> StagedProgram:
+        """The program for the places known by now."""
+        size = self.counted
+        if self._program is None or self._program[0] != size:
+            self._program = size, StagedProgram(self.reduction, self.moments, self.inner, in_place=self.in_place)
+        return self._program[1]
+
+    def count_there(self, state: Incremental, over: Bytes) -> bool:
+        """Count memory where `over` is worst; False if it is all counted already."""
+        grown = False
+        for j in worst(over, MOMENTS_A_ROUND):
+            q = state.busiest_run(j)
+            if q == j and j not in self.moments:
+                self.moments.add(j)
+                grown = True
+            elif q != j and (j, q) not in self.inner and q in self.reduction.root:
+                self.inner.add((j, q))
+                grown = True
+        return grown
+
+
 class Work:
-    """It grows as solves find out where memory must be counted; nothing in it depends on a budget."""
+    """Its places grow as solves find out where memory must be counted; nothing in it depends on a budget."""
 
     def __init__(self, problem: Problem) -> None:
         self.graph = problem.graph
@@ -49,9 +87,6 @@ class Work:
         self.in_place = problem.in_place
         self.peak_bytes = problem.unplanned.peak_bytes
         self.step_bytes = problem.unplanned.above_start_bytes
-        self.moments: set[int] = set()  # where the program counts memory: at ops, and
-        self.inner: set[tuple[int, int]] = set()  # during the rerun of an op placed before another
-        self._program: tuple[int, StagedProgram] | None = None
 
     @cached_property
     def reduction(self) -> Reduction:
@@ -67,19 +102,15 @@ class Work:
         """What local search flips: in a small graph also what the program leaves alone."""
         return self.free if len(self.free) <= FEW else tuple(sorted(self.reduction.blocks))
 
-    @property
-    def counted(self) -> int:
-        """In how many places memory is counted by now: it only ever grows."""
-        return len(self.moments) + len(self.inner)
+    @cached_property
+    def places(self) -> Places:
+        """Where memory is counted by now."""
+        first = first_moments(self.reduction, in_place=self.in_place)
+        return Places(self.reduction, first, in_place=self.in_place)
 
     def program(self) -> StagedProgram:
-        """The program for the moments known by now."""
-        if not self.moments:
-            self.moments.update(first_moments(self.reduction, in_place=self.in_place))
-        size = self.counted
-        if self._program is None or self._program[0] != size:
-            self._program = size, StagedProgram(self.reduction, self.moments, self.inner, in_place=self.in_place)
-        return self._program[1]
+        """The program for the places known by now."""
+        return self.places.program()
 
     def state(self, kept: Iterable[int]) -> Incremental:
         """The exact state in which `kept` of the blocks are held."""
@@ -89,19 +120,6 @@ class Work:
             if idle and not state.is_dropped(storage):
                 state.drop(storage)  # nothing is recomputed from it
         return state
-
-    def count_there(self, state: Incremental, over: Bytes) -> bool:
-        """Count memory where `over` is worst; False if it is all counted already."""
-        grown = False
-        for j in worst(over, MOMENTS_A_ROUND):
-            q = state.busiest_run(j)
-            if q == j and j not in self.moments:
-                self.moments.add(j)
-                grown = True
-            elif q != j and (j, q) not in self.inner and q in self.reduction.root:
-                self.inner.add((j, q))
-                grown = True
-        return grown
 
 
 def state_of(graph: Graph, dropped: Collection[int], *, in_place: bool) -> Incremental:

@@ -49,6 +49,6 @@ def smallest_peak(
         counted = int(answer.objective * work.peak_bytes)
         if best is not None and best.peak()[0] <= floor * (1 + gap):
             break
-        if not work.count_there(state, state.stage_bytes() - counted - 1):
+        if not work.places.count_there(state, state.stage_bytes() - counted - 1):
             break
     return Smallest(state=best, floor_bytes=floor, cut_off=cut_off)

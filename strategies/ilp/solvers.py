@@ -17,7 +17,7 @@ import numpy as np
 
 from planner.errors import MissingPackage, PlannerError
 from planner.extras import needs_extra
-from strategies.ilp.program import Floats, SparseModel
+from strategies.ilp.linear import Floats, SparseModel
 from strategies.ilp.silence import quiet_stdout
 
 # Solvers work within tolerances: a bound is taken down by this much of itself before it is called proven.

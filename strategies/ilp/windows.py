@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from planner.ir import Graph
+from strategies.ilp.linear import SparseModel
 from strategies.ilp.moving import MovingProgram
-from strategies.ilp.program import SparseModel
 from strategies.mutwo.swapping import Choice
 
 WINDOW = 80  # storages that are decided anew at a time
