@@ -88,12 +88,27 @@ def gotten():
 
 
 def weakly_held():
-    class Config:
-        factor = 1.0
+    setting = Setting()
+    held = weakref.WeakValueDictionary(setting=setting)
+    return (lambda: held["setting"].factor), lambda: setattr(setting, "factor", 2.0)
 
-    config = Config()
-    held = weakref.WeakValueDictionary(config=config)
-    return (lambda: held["config"].factor), lambda: setattr(config, "factor", 2.0)
+
+class Setting:
+    factor = 1.0
+
+
+def by_proxy():
+    setting = Setting()
+    proxy = weakref.proxy(setting)
+    return (lambda: proxy.factor), lambda: setattr(setting, "factor", 2.0)
+
+
+def unset_slot():
+    class Slotted:
+        __slots__ = ("factor",)
+
+    held = Slotted()
+    return (lambda: getattr(held, "factor", 1.0)), lambda: setattr(held, "factor", 2.0)
 
 
 def module_of_a_name(look_up):
@@ -109,6 +124,7 @@ def switch(read, write):
     return lambda: ((lambda: 2.0 if read() else 1.0), lambda: write(not read()))
 
 
+@pytest.mark.filterwarnings("ignore:.*by a weak reference alone")
 @pytest.mark.parametrize(
     "make",
     [
@@ -122,6 +138,8 @@ def switch(read, write):
         viewed,
         gotten,
         weakly_held,
+        by_proxy,
+        unset_slot,
         module_of_a_name(lambda: sys.modules["config_of_a_test"]),
         module_of_a_name(lambda: importlib.import_module("config_of_a_test")),
     ],
@@ -132,6 +150,24 @@ def test_a_value_in_an_odd_place_is_noticed_when_it_changes(make):
     assert traced.convention.check(batch) == []
     change()
     assert traced.convention.check(batch) != []
+
+
+@pytest.mark.parametrize("weak", [weakref.ref, weakref.proxy, lambda one: weakref.WeakSet([one])])
+def test_what_a_weak_reference_alone_leads_to_is_told_since_it_is_kept_alive(weak):
+    alive = [Setting()]
+    held = weak(alive[0])
+    with pytest.warns(UserWarning, match="a Setting, by a weak reference alone: the planned step keeps it alive"):
+        captured(lambda: 1.0 if held else 2.0)
+    keeper = captured(lambda: (1.0 if held else 2.0) * len(alive))  # whose list would be noticed to be another
+    alive.clear()
+    assert keeper[0].convention.check(keeper[1]) != []
+
+
+def test_annotations_that_are_read_are_told():
+    def noted(x: 1.0): ...
+
+    with pytest.warns(UserWarning, match="reads annotations of functions or classes, which are not looked into"):
+        captured(lambda: noted.__annotations__["x"])
 
 
 @pytest.mark.parametrize(

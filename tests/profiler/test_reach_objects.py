@@ -415,6 +415,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*by a weak reference alone")
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_change_of_what_the_step_reads_is_noticed_by_name_and_another_is_not(make):
     assert_noticed(make)

@@ -159,7 +159,7 @@ class Held:
         self._sizers = [sizer(what) for what in self._containers]
         self._sizes = [len(watch.kept) for watch in sized]
         hiding = [watch for watch in probed if watch.absent]
-        self._disjoint = [watch.names.isdisjoint for watch in hiding]
+        self._disjoint = [watch.lacks for watch in hiding]
         self._absent = [watch.absent for watch in hiding]
         self._objects = [watch.holder.what for watch in self._watches]
         self._lineages = [watch.lineage for watch in self._watches]
@@ -224,6 +224,13 @@ def _say_what_is_not_watched(reach: Reach) -> None:
         _warn(f"{holder.path} {_why_unwatched(holder.what)}")
     for said in reach.found.unseen:
         _warn(said)
+    for path, what in reach.found.only_weakly():
+        warnings.warn(
+            f"the step comes to {path}, a {type(what).__name__}, by a weak reference alone: the planned step keeps it "
+            "alive, so that it will not be gone when you let go of it. Pass what depends on it in the batch",
+            UserWarning,
+            stacklevel=2,
+        )
     if reach.found.beyond:
         _warn(
             f"the step can reach more than {MOST_HOLDERS} objects, and {reach.found.beyond} is not watched, nor what "

@@ -43,6 +43,24 @@ def innermost(step: Any) -> Any:
             step = call
 
 
+_WITH_DATA = (UserDict, UserList, weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
+
+
+def is_weak(value: Any) -> bool:
+    """Whether something points to an object without keeping it alive."""
+    return type(value) in weakref.ProxyTypes or isinstance(value, weakref.ref)
+
+
+def pointed_at(value: Any) -> Any:
+    """What a weak reference or a proxy points to; None where that is gone."""
+    if type(value) not in weakref.ProxyTypes:
+        return value()
+    try:
+        return value.__init__.__self__  # a proxy hands on whatever is asked of it
+    except ReferenceError:
+        return None
+
+
 def inside(value: Any) -> Iterator[Any]:
     """What an object without values of its own leads to."""
     if isinstance(value, MethodType):
@@ -54,7 +72,7 @@ def inside(value: Any) -> Iterator[Any]:
         yield value.__func__
     elif isinstance(value, functools.cached_property):
         yield value.func
-    elif isinstance(value, (UserDict, UserList, weakref.WeakValueDictionary, weakref.WeakKeyDictionary)):
+    elif isinstance(value, _WITH_DATA):
         yield vars(value)["data"]
         yield type(value)
     elif value is os.environ:
@@ -72,8 +90,6 @@ def inside(value: Any) -> Iterator[Any]:
         yield value.parser
     elif isinstance(value, queue.Queue):
         yield value.queue
-    elif isinstance(value, weakref.ref):
-        yield value()
     elif isinstance(value, functools._lru_cache_wrapper):
         yield value.__wrapped__
 

@@ -24,7 +24,14 @@ from torch.optim import Optimizer
 from profiler.tracing.guards import kinds
 from profiler.tracing.guards.exact import UNSET, is_plain
 from profiler.tracing.guards.holders import Holder
-from profiler.tracing.guards.inner_objects import functions_in, inside, is_unseen_iterator, metaclasses_of
+from profiler.tracing.guards.inner_objects import (
+    functions_in,
+    inside,
+    is_unseen_iterator,
+    is_weak,
+    metaclasses_of,
+    pointed_at,
+)
 from profiler.tracing.guards.kinds import Attributes, Kind, Selection, has_state, own_dict, takes_attributes
 from profiler.tracing.guards.readable import Readable
 from profiler.tracing.guards.snapshots import Snapshots
@@ -82,6 +89,8 @@ class Walk:
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self.once: dict[str, None] = {}  # what happens while the step is traced and is another at each step, in words
         self.unseen: dict[str, None] = {}  # what is read, can change and cannot be watched, in words
+        self._strong = set[int]()  # what something that is watched holds, by its id
+        self._weak: dict[int, tuple[str, Any]] = {}  # what a weak reference points to
         self.beyond = ""  # the first of what was left out because there is too much
         self.beside = Snapshots()  # what no guard looks after
         self._readable = readable
@@ -96,6 +105,7 @@ class Walk:
     def follow(self, value: Any, path: str, name: str | None = None, *, lenient: bool = False) -> None:
         """Look at a value that code can find under a name (None: as a part of something) at the next `drain`."""
         if value is not UNSET and not (is_plain(value) and not isinstance(value, Enum)) and not is_stale(value):
+            self._strong.add(id(value))
             self._queue.append((value, path, name, lenient))
 
     def drain(self) -> None:
@@ -128,6 +138,9 @@ class Walk:
             self.follow(function, path)
 
     def _look_at(self, value: Any, path: str) -> None:
+        if is_weak(value):
+            self._follow_weak(pointed_at(value), path)
+            return
         if id(value) in self.holders or id(value) in self.modules or id(value) in self.tensors:
             return
         if len(self.holders) >= MOST_HOLDERS:
@@ -185,6 +198,18 @@ class Walk:
         for one in inner:
             self.follow(one, path)
         return bool(inner)
+
+    def _follow_weak(self, value: Any, path: str) -> None:
+        held = value is None or id(value) in self._strong
+        self.follow(value, path)
+        if not held:
+            self._strong.discard(id(value))
+            if not self._lenient and not is_installed(module_of(type(value))):
+                self._weak.setdefault(id(value), (path, value))
+
+    def only_weakly(self) -> list[tuple[str, Any]]:
+        """What the step comes to by weak references alone, with their paths: to be watched is to be kept alive."""
+        return [found for key, found in self._weak.items() if key not in self._strong]
 
     def _look_at_object(self, value: Any, path: str) -> None:
         kind: Any = type(value)

@@ -182,6 +182,10 @@ class Reach:
         attributes = reads.anywhere | reads.own
         if is_another_each_time(named, attributes):
             self.found.once[f"asks for the time or for chance (in {code.co_name})"] = None
+        if "__annotations__" in attributes:
+            self.found.unseen[
+                f"{code.co_name} reads annotations of functions or classes, which are not looked into"
+            ] = None
         if attributes & _OF_FILES:
             self.found.once[f"looks for files (in {code.co_name})"] = None
         if attributes & {"modules", "import_module"} and any(one is sys or one is importlib for one in named):

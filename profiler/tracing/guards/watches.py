@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from profiler.tracing.guards.exact import PLAIN, UNSET, exactly_equal, was_and_is
 from profiler.tracing.guards.holders import Holder
-from profiler.tracing.guards.kinds import Attributes, Items, Probe, own_dict
+from profiler.tracing.guards.kinds import Attributes, Items, Probe, is_set, own_dict, slots_of
 
 
 class Sameness:
@@ -73,12 +73,16 @@ class Watch:
         self.lineage = lineage_of(holder.what)
 
     @property
-    def names(self) -> Any:
-        """The names that are there now, of those that may turn up."""
+    def lacks(self) -> Callable[[frozenset[str]], bool]:
+        """What tells whether none of some names are there now, of those that may turn up."""
         what = self.holder.what
         if isinstance(what, type):
-            return vars(what).keys()
-        return dict.keys(own_dict(what) if isinstance(self.holder.kind, Attributes) else what)
+            return vars(what).keys().isdisjoint
+        if not isinstance(self.holder.kind, Attributes):
+            return dict.keys(what).isdisjoint
+        in_dict = dict.keys(own_dict(what)).isdisjoint
+        slots = [] if isinstance(what, Tensor) else [name for name in slots_of(type(what)) if name in self.absent]
+        return (lambda names: in_dict(names) and not any(is_set(what, name) for name in slots)) if slots else in_dict
 
     def untouched(self) -> bool:
         """Whether a glance shows that all is as it was; False says nothing."""
@@ -90,7 +94,7 @@ class Watch:
             as_before = all(all(map(is_, get(what), values)) for get, what, values in self.probes)
         except (KeyError, AttributeError):
             return False
-        return as_before and (not self.absent or self.names.isdisjoint(self.absent))
+        return as_before and (not self.absent or self.lacks(self.absent))
 
     def differences(self, same: Sameness) -> Iterator[tuple[str, Any, Any]]:
         """What is not as it was: what to call it, what it was, what it is."""

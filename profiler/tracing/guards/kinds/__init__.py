@@ -11,7 +11,9 @@ from profiler.tracing.guards.kinds.namespaces import (
     Variables,
     attributes_of,
     give_attributes,
+    is_set,
     own_dict,
+    slots_of,
     takes_attributes,
 )
 from profiler.tracing.guards.kinds.raw_memory import LARGEST_ARRAY_BYTES, Bytes, Content, Number, Objects
@@ -48,6 +50,8 @@ __all__ = [
     "attributes_of",
     "give_attributes",
     "has_state",
+    "is_set",
     "own_dict",
+    "slots_of",
     "takes_attributes",
 ]

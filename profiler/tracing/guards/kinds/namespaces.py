@@ -36,17 +36,19 @@ def takes_attributes(what: Any) -> bool:
     return any("__dict__" in vars(cls) for cls in type(what).__mro__)
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The names of a class's `__slots__`."""
     members = [vars(cls).items() for cls in kind.__mro__]
     return [name for own in members for name, value in own if isinstance(value, MemberDescriptorType)]
 
 
 def _slot_values(what: Any) -> dict[str, Any]:
-    found = {name: getattr(type(what), name).__get__(what) for name in _slots(type(what)) if _is_set(what, name)}
+    found = {name: getattr(type(what), name).__get__(what) for name in slots_of(type(what)) if is_set(what, name)}
     return {name: value for name, value in found.items() if value is not what}
 
 
-def _is_set(what: Any, name: str) -> bool:
+def is_set(what: Any, name: str) -> bool:
+    """Whether a slot of an object holds anything."""
     try:
         getattr(type(what), name).__get__(what)
     except AttributeError:
@@ -70,7 +72,7 @@ class Attributes(Kind):
     def write(self, what: Any, before: Mapping[Any, Any]) -> None:
         own = own_dict(what)
         for name, value in rewritten(self.read(what), before):
-            if name in _slots(type(what)):
+            if name in slots_of(type(what)):
                 _set_slot(what, name, value)
             elif value is UNSET:
                 own.pop(name, None)
