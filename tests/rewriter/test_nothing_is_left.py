@@ -188,17 +188,20 @@ def test_an_iterator_that_cannot_be_set_back_is_refused_by_its_name():
 
 
 class Nested(torch.optim.Optimizer):
-    """State in dicts of dicts, a generator of its own, counters, a log; written to through `.data`."""
+    """State in dicts of dicts, generators of its own, counters, a log; written to through `.data`."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
         self.generator, self.calls, self.log = torch.Generator().manual_seed(3), 0, []
+        self.chance, self.numbers, self.norms = random.Random(3), np.random.default_rng(3), np.zeros(2)
 
     @torch.no_grad()
     def step(self, closure=None):
         self.calls += 1
         self.log.append(self.calls)
+        self.norms[self.calls % 2] += self.chance.random() + self.numbers.random()
         for group in self.param_groups:
+            group["seen"] = group.get("seen", 0) + 1
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
@@ -248,6 +251,12 @@ def frozen(value):
         return id(value), value.tolist()
     if isinstance(value, torch.Generator):
         return id(value), value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return id(value), value.getstate()
+    if isinstance(value, np.random.Generator):
+        return id(value), value.bit_generator.state
+    if isinstance(value, np.ndarray):
+        return id(value), value.tolist()
     if isinstance(value, dict):
         return {id(k) if isinstance(k, torch.Tensor) else k: frozen(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -262,19 +271,30 @@ def frozen(value):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_runs_as_itself_is_as_before_with_its_hooks(name, steps_before, verify):
     step, model, _, batch = workload()
-    optimizer, average, ran = OPTIMIZERS[name](model.parameters()), torch.zeros(6), {"hook": 0}
-    stepped = getattr(optimizer, "optimizer", optimizer)
+    optimizer, average = OPTIMIZERS[name](model.parameters()), torch.zeros(6)
+    stepped, ran = getattr(optimizer, "optimizer", optimizer), {"before": 0, "after": 0}
+
+    def count(optimizer, args, kwargs):
+        ran["before"] += 1
 
     def follow(optimizer, args, kwargs):
-        ran["hook"] += 1
+        ran["after"] += 1
         average.mul_(0.9).add_(model.first.weight.data[0], alpha=0.1)
 
+    stepped.register_step_pre_hook(count)
     stepped.register_step_post_hook(follow)
+    scheduler = torch.optim.lr_scheduler.StepLR(stepped, 2)  # which counts the steps on the optimizer
     for _ in range(steps_before):
         step(model, optimizer, batch)
-    before = frozen(optimizer), frozen(average), dict(ran), [p.tolist() for p in model.parameters()]
+        scheduler.step()
+
+    def everything():
+        params = [p.tolist() for p in model.parameters()]
+        return frozen(optimizer), frozen(vars(scheduler)), frozen(average), dict(ran), params
+
+    before = everything()
     planned = prepared((step, model, optimizer, batch), verify=verify)
-    assert (frozen(optimizer), frozen(average), dict(ran), [p.tolist() for p in model.parameters()]) == before
+    assert everything() == before
     assert planned.verification is None or planned.verification.exact
 
 

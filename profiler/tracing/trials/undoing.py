@@ -2,6 +2,10 @@
 
 A trial is opened where a step is measured, audited or proven. Whoever calls the user's code inside it (an eager step,
 an optimizer that runs as itself) does so under `watched`; outside of a trial that is nothing.
+
+An optimizer that runs as itself is undone and not copied: a copy would take its state a second time, and yet not be
+apart. Its hooks, what it wraps and whoever counts its steps (an average, a scheduler) go on pointing to the objects of
+the user, and of many optimizers no copy can be made at all.
 """
 
 from __future__ import annotations
