@@ -1,5 +1,6 @@
 """Small steps that read state in random ways, changed at random between calls: captured equals eager, or it is told."""
 
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -236,11 +237,37 @@ def code_of_a_function() -> Source:
     return (lambda: helper()), (lambda new: setattr(helper, "__code__", two if new > 1.5 else one))
 
 
+def unset_slot() -> Source:
+    class Slotted:
+        __slots__ = ("number",)
+
+    held = Slotted()
+    return (lambda: getattr(held, "number", 1.0)), (lambda new: setattr(held, "number", new))
+
+
+def context_variable() -> Source:
+    held = contextvars.ContextVar("held", default=1.0)
+    return (lambda: held.get()), (lambda new: held.set(new))
+
+
+def of_a_metaclass() -> Source:
+    class Meta(type):
+        @property
+        def number(cls) -> float:
+            return cls.backing  # type: ignore[attr-defined]
+
+    class Held(metaclass=Meta):
+        backing = 1.0
+
+    return (lambda: Held.number), (lambda new: setattr(Held, "backing", new))
+
+
 SOURCES = [
     attribute, slot, property_, method, subscripted, of_the_class, by_computed_name, entry, entry_that_appears,
     entry_in_attribute, item, length, summed, order, element, closed_over, global_entry, deep_global_entry, default,
     keyword_default, partial, data_class, named_tuple, choice, numpy_scalar, numpy_array, tensor_in_place,
-    tensor_put_elsewhere, tensor_that_decides, tensor_number, patched_function, code_of_a_function,
+    tensor_put_elsewhere, tensor_that_decides, tensor_number, patched_function, code_of_a_function, unset_slot,
+    context_variable, of_a_metaclass,
 ]  # fmt: skip
 
 # -- by which way the step comes to it -------------------------------------------------------------------------------

@@ -80,14 +80,27 @@ def annealed():
     return step
 
 
+def counting_on_the_model(model, optimizer, batch):
+    model.calls += 1
+    return trained(model, optimizer, batch, scale=1.0 if model.calls < 4 else 0.5)
+
+
+def with_calls():
+    """A model of a library's class, with an attribute that is the user's."""
+    model = network()
+    model.calls = 0
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "model", "named"),
     [
         (Accumulating, network, r"Accumulating\.n was 0 and is 1"),
         (lambda: trained, WarmingUp, r"module model\.calls was 0 and is 1"),
+        (lambda: counting_on_the_model, with_calls, r"module model\.calls was 0 and is 1"),
         (annealed, network, r"weights\['beta'\] was 1\.0 and is 0\.5"),
     ],
-    ids=["accumulation", "warm-up", "annealing"],
+    ids=["accumulation", "warm-up", "on a library's module", "annealing"],
 )
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_counter_that_both_traces_agree_on_is_refused_by_name_with_both_ways_out(make, model, named, verify):

@@ -69,7 +69,14 @@ class Held:
                 weight = self._weight(holder, then, found, read=read)
                 left = Gone(found) if is_of_the_trace(found) else found
                 yield Change(
-                    path=holder.label(key), then=then, now=left, read=read, weight=weight, holder=holder, key=key
+                    path=holder.label(key),
+                    then=then,
+                    now=left,
+                    read=read,
+                    weight=weight,
+                    holder=holder,
+                    key=key,
+                    by_user=self._reach.readable.user_sets(key),
                 )
 
     def _new(self, watch: Watch) -> list[str]:

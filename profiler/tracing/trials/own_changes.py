@@ -110,7 +110,8 @@ def _is_drawn(change: Change) -> bool:
 def _is_a_librarys(change: Change) -> bool:
     what, held_as = change.holder.what, change.holder.kind.selection
     kind = what if isinstance(what, type) else type(what)
-    return change.holder.lenient or (held_as is Selection.NAMES and is_installed(kind.__module__))
+    theirs = held_as is Selection.NAMES and is_installed(kind.__module__) and not change.by_user
+    return change.holder.lenient or theirs
 
 
 def _named(changes: Iterable[Change]) -> list[str]:
