@@ -339,7 +339,7 @@ class _Recorded:
 def host_for(device: torch.device, folder: str | Path | None, *, before_copy: BeforeCopy = None) -> Host:
     """The host of a device; HostError where a CPU's has no folder. `before_copy` is called where each copy runs."""
     if is_accelerator(device):
-        return CudaHost(device, before_copy=before_copy)
+        return CudaHost(device, getattr(torch, device.type), before_copy=before_copy)
     if folder is None:
         raise HostError(
             "on a CPU tensors are moved to files: say in which folder with offload_dir, or leave host_link out"

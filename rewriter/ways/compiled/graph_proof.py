@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.backend import generator_states
 from profiler.tracing.fake_tensors.patches import generator_states_of_all, restore_generators
 from profiler.tracing.joint import without_hooks
 from rewriter.proof import VerificationError, same_bits
@@ -77,8 +78,7 @@ def _is_computed(arg: Any) -> bool:
 
 def _states() -> list[Tensor]:
     """The states of the devices' generators."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [torch.get_rng_state(), *(state for states in generator_states().values() for state in states)]
 
 
 def _distinct(returned: Any) -> list[Tensor]:
