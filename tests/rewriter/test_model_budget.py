@@ -167,6 +167,14 @@ def test_a_budget_in_bytes_holds_for_all_forwards_that_are_alive_together(go):
     assert peak_of(model) <= budget
 
 
+def test_forwards_of_several_kinds_before_one_backward_are_all_planned():
+    model = make(budget="90%")
+    for i in range(4):
+        (F.cross_entropy(model(ROWS + i), LABELS) + F.cross_entropy(model(input=ROWS - i), LABELS)).backward()
+        model.zero_grad()
+    assert model.planned.taken._captures == 2
+
+
 def test_a_loop_that_begins_to_keep_more_alive_is_told_and_planned_for_that():
     model = make(budget=10**9)
     for i in range(2):

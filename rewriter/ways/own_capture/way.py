@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,8 +46,9 @@ class OwnCapture(WayOfForms[ModelForm]):
     def __init__(self, model: nn.Module, settings: ModelSettings) -> None:
         super().__init__(model, settings)
         self._facts: dict[Call, Facts] = {}
-        self._rehearsing: tuple[Call, Rehearsal] | None = None
+        self._rehearsing: list[tuple[Call, Rehearsal]] = []  # several where forwards come before any backward
         self._turns = Turns()
+        self._rehearsals: Counter[Call] = Counter()
         self._unplanned_calls = 0  # training forwards since the last plan was made
         self._captures = 0
         self._measured: list[Graph] = []  # for the times of other shapes
@@ -90,6 +92,7 @@ class OwnCapture(WayOfForms[ModelForm]):
 
     def _rehearsed(self, model: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._unplanned_calls += 1
+        self._rehearsals[call] += 1
         self._warn_of_nothing_planned()
         rehearsal = Rehearsal(meter_for(device_of(model)), call=forward_of)
         try:
@@ -97,24 +100,28 @@ class OwnCapture(WayOfForms[ModelForm]):
         except OutOfMemory as error:
             said = str(error)
         else:
-            self._rehearsing = call, rehearsal
+            self._rehearsing.append((call, rehearsal))
             self._alive.add(rehearsal)
             return returned
         warn_caller(f"{said}: it is planned at once, as if the caller went backward from the loss alone")
         return self._planned(model, call, (args, kwargs))
 
     def _learn(self) -> None:
-        """What the rehearsal has seen, if one is over."""
-        if self._rehearsing is None:
-            return
-        (call, rehearsal), self._rehearsing = self._rehearsing, None
-        if rehearsal.refusal:
-            raise Refused(rehearsal.refusal)
-        if rehearsal.keeps_graph:
-            self._company = replace(self._company, keeps_graph=True)
-        facts = rehearsal.facts(estimated=self._unplanned_calls >= ENOUGH_REHEARSALS)
-        if facts is not None:
-            self._facts[call] = facts
+        """What those rehearsals have seen that are over; others may still get their backward.
+
+        Of several the last alone has watched the bytes outside, and the others estimate them.
+        """
+        rehearsed, self._rehearsing = self._rehearsing, []
+        for call, rehearsal in rehearsed:
+            if rehearsal.refusal:
+                raise Refused(rehearsal.refusal)
+            if rehearsal.keeps_graph:
+                self._company = replace(self._company, keeps_graph=True)
+            facts = rehearsal.facts(estimated=self._rehearsals[call] >= ENOUGH_REHEARSALS)
+            if facts is not None:
+                self._facts[call] = facts
+            elif rehearsal.is_open:
+                self._rehearsing.append((call, rehearsal))
 
     def _warn_of_nothing_planned(self) -> None:
         if self._unplanned_calls == ENOUGH_UNPLANNED:
