@@ -154,9 +154,15 @@ def load(path: str | Path, *, kind: str, schema: int, cls: type[T]) -> T:
         document = json.loads(_text(Path(path)))
         return typing.cast(T, _record(document, path, kind=kind, schema=schema, cls=cls))
     except ValueError as error:
-        raise FileFormatError(f"{path}: not a whole JSON file ({error}); was it cut off? Save it again") from None
+        raise FileFormatError(f"{path}: {_no_json(error)}") from None
     except RecursionError:
         raise FileFormatError(f"{path}: nested deeper than any {kind} file of this project") from None
+
+
+def _no_json(error: ValueError) -> str:
+    if "digits" in str(error):  # which Python says with advice for programmers
+        return "a number in it has more digits than anything that is saved here"
+    return f"not a whole JSON file ({error}); was it cut off? Save it again"
 
 
 def _text(path: Path) -> str:

@@ -145,7 +145,11 @@ class PlannedModel:
         self._refusals.append((self.way, str(refusal)))
         if not self._others:
             said = "; ".join(f"{way.value}: {why}" for way, why in self._refusals)
-            raise CaptureError(f"this model cannot be planned ({said}). Nothing was changed") from refusal
+            raise CaptureError(
+                f"this model cannot be planned ({said}). Nothing was changed: plan a part of it that does none of "
+                "this, checkpoint_model(part, budget=...), or the whole step, checkpoint(train_step, model, optimizer, "
+                "batch, budget=...)"
+            ) from refusal
         model = self._existing()
         self._taken.undo()
         taken = self._others.pop(0)

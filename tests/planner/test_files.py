@@ -143,7 +143,10 @@ def document(**graph: object) -> str:
 
 
 NUMBERS = {
-    "more digits than text may have": ("1" + "0" * 5000, "not a whole JSON file"),
+    "more digits than text may have": (
+        "1" + "0" * 5000,
+        "a number in it has more digits than anything that is saved here",
+    ),
     "more than anything can be": (str(10**400), "ops[0].time_us: a number of 1,329 bits is more than anything"),
     "no number": ("NaN", "ops[0].time_us: expected float, found nan"),
     "infinity": ("Infinity", "ops[0].time_us: expected float, found inf"),

@@ -114,9 +114,10 @@ class Draws:
 def _refusal() -> CaptureError:
     return CaptureError(
         "the step sets the state of the random generator to one that is not its own, or draws something else from an "
-        "earlier one, which a graph cannot repeat: a manual_seed belongs before the step; activation checkpointing "
-        "inside the model (torch.utils.checkpoint, gradient_checkpointing_enable()) may be switched off, since the "
-        "plan does its work"
+        "earlier one, which a graph cannot repeat: a manual_seed belongs before the step, or draw from a "
+        "torch.Generator of your own; activation checkpointing inside the model (torch.utils.checkpoint, "
+        "gradient_checkpointing_enable()) may be switched off, since the plan does its work; or plan the model alone "
+        "with checkpoint_model(model, budget=...), which leaves the loop as it is"
     )
 
 
