@@ -81,7 +81,7 @@ def annealed():
 
 
 def counting_on_the_model(model, optimizer, batch):
-    model.calls += 1
+    setattr(model, "calls", model.calls + 1)  # noqa: B010
     return trained(model, optimizer, batch, scale=1.0 if model.calls < 4 else 0.5)
 
 

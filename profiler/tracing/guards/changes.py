@@ -30,7 +30,7 @@ class Change:
     weight: Weight
     holder: Holder = field(repr=False, compare=False)
     key: Any = None  # None where entries were added or taken away
-    by_user: bool = False  # whether the user's own code sets something of that name, not a library alone
+    by_user: bool = False  # whether the user's own code has that name in it, not a library's alone
 
     def __str__(self) -> str:
         return was_and_is(self.path, self.then, self.now)

@@ -76,7 +76,7 @@ class Held:
                     weight=weight,
                     holder=holder,
                     key=key,
-                    by_user=self._reach.readable.user_sets(key),
+                    by_user=self._reach.readable.is_users_own(key),
                 )
 
     def _new(self, watch: Watch) -> list[str]:

@@ -47,6 +47,8 @@ from profiler.tracing.guards.territory import (
 MOST_HOLDERS = 50_000
 MOST_ENTRIES = 10_000
 
+_OF_LOGGERS = frozenset(vars(logging.Logger("")))  # what every logger has
+
 # What every module has, such as `training`: torch's own, and guarded by the model's guards.
 _INTERNAL = frozenset(vars(nn.Module()))
 _FLAT = frozenset({"_flat_weights", "_flat_weight_refs"})  # a recurrent layer's list of its own parameters
@@ -179,6 +181,7 @@ class Walk:
             self.hold(value, path, kinds.Flag())
         elif isinstance(value, logging.Logger):
             self.hold(value, path, kinds.Level())
+            self.hold(value, path, Attributes(without=_OF_LOGGERS))
         elif isinstance(value, attrgetter):
             self.visit(self._readable.note_anywhere(name for text in value.__reduce__()[1] for name in text.split(".")))
         elif isinstance(value, ContextVar):

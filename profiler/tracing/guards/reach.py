@@ -143,7 +143,9 @@ class Reach:
             return None
         self._learn_globals(reads, variables)
         self._learn_surroundings(code, reads, variables)
-        self.readable.note(reads, by_user=not is_installed(str(variables.get("__name__", ""))))
+        self.readable.note(reads)
+        if not is_installed(str(variables.get("__name__", ""))):
+            self.readable.note_users_own(code)
         for level, name in reads.imports:
             self._learn_import(level, name, variables)
         self.found.visit(self.readable.note_anywhere(reads.anywhere))

@@ -35,7 +35,7 @@ class Readable:
         self._outer: set[str] = set()
         self._counted: set[str] = set()
         self._written: set[str] = set()
-        self._users_own: set[str] = set()  # what code of the user's own files sets, not a library's
+        self._users_own: set[str] = set()  # names in code of the user's own files, not a library's
         self._looked_into: set[str] = set()
         self._contents: dict[str, Keys] = {}
         self._open: set[int] = set()  # objects whose attributes are read by names that are in no code
@@ -49,9 +49,12 @@ class Readable:
         """This code is about to run."""
         self._ran.add(id(code))
 
-    def note(self, reads: CodeReads, *, by_user: bool) -> None:
+    def note_users_own(self, code: CodeType) -> None:
+        """This code is of the user's own files."""
+        self._users_own.update(code.co_names, (text for text in code.co_consts if isinstance(text, str)))
+
+    def note(self, reads: CodeReads) -> None:
         """What one code object reads of variables and containers; of attributes, only what it sets."""
-        self._users_own |= reads.counted | reads.written if by_user else set()
         self._outer |= reads.outer_names
         self._counted |= reads.counted
         self._written |= reads.written
@@ -133,8 +136,8 @@ class Readable:
         """Whether code that ran sets an attribute or variable of that name, perhaps after reading it for that."""
         return key in self._counted or key in self._written
 
-    def user_sets(self, key: Any) -> bool:
-        """Whether code of the user's own files does so."""
+    def is_users_own(self, key: Any) -> bool:
+        """Whether code of the user's own files has that name in it, in whatever way."""
         return key in self._users_own
 
     def looks_into(self, holder: Holder) -> bool:
