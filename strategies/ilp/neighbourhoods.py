@@ -96,12 +96,13 @@ class Neighbourhoods:
         answer = solve_model(better, self.solver, time_limit_s=left_s, gap=GAP, nodes=nodes)
         if answer.point is None:
             return None
-        return self.work.state(program.kept(answer.point))
+        state = self.work.state(program.kept(answer.point))
+        # The program counts nothing of what comes back with a rerun: without that, what it missed would seem more.
+        shed_free(state, self.work.reduction.small, self.budget_bytes)
+        return state
 
     def _taken(self, state: Incremental, free: set[int]) -> bool:
         """Whether a state is better, once it fits."""
-        small = self.work.reduction.small
-        shed_free(state, small, self.budget_bytes)
         polish = Polish(state, sorted(free), self.budget_bytes, evaluations=EVALUATIONS, deadline=self.deadline)
         if not polish.repair() or state.recompute_us >= self.state.recompute_us - WORTH_US:
             return False
