@@ -178,7 +178,7 @@ COLUMNS = (
     "measured",
     "waits",
     "measured",
-    "step",
+    "time",
     "without",
     "equal",
 )
