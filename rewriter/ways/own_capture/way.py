@@ -56,6 +56,7 @@ class OwnCapture(WayOfForms[ModelForm]):
         self._company = Company()
         self._ranks: Ranks = ALONE
         self._others = Others()
+        self._told_of_sums = False
         self._ahead = Ahead(settings.reserve, device_of(model))
 
     def _in_training(self, model: nn.Module, batch: Any) -> Any:
@@ -223,9 +224,22 @@ class OwnCapture(WayOfForms[ModelForm]):
                 self._expect(replace(self._company, keeps_graph=True))
             self._check_facts(call, seen)
 
+        self._tell_of_sums(form)
         returned = form.run(model, batch, on_backward=on_backward, on_forward=self._alive.add)
         self._forms = [form, *(other for other in self._forms if other is not form)]
         return returned
+
+    def _tell_of_sums(self, form: ModelForm) -> None:
+        """Several forwards before one backward: eager adds up all gradients of a parameter one by one."""
+        if not self._company.forwards or not form.read_again or self._told_of_sums:
+            return
+        self._told_of_sums = True
+        named = ", ".join(form.read_again[:3]) + (", ..." if len(form.read_again) > 3 else "")
+        warn_caller(
+            f"the loop goes backward from several forwards at once, and the model reads {named} several times in each: "
+            "the plan sums such gradients forward by forward, where eager adds them one by one, so that they may round "
+            "otherwise. Go backward after each forward, or call the model once with both batches, to have eager's bits"
+        )
 
     def _count_the_living(self) -> None:
         """Notice a loop that goes on before a backward: what earlier forwards hold belongs into the plan."""
