@@ -47,7 +47,7 @@ from profiler.tracing.guards.territory import (
 MOST_HOLDERS = 50_000
 MOST_ENTRIES = 10_000
 
-_OF_LOGGERS = frozenset(vars(logging.Logger("")))  # what every logger has
+_OF_LOGGERS = frozenset(vars(logging.getLogger("recompute_planner")))  # what every logger has
 
 # What every module has, such as `training`: torch's own, and guarded by the model's guards.
 _INTERNAL = frozenset(vars(nn.Module()))
