@@ -60,6 +60,15 @@ def on_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
     return [one.returned for one in told]
 
 
+def assert_predicted(prediction_error: float) -> None:
+    """A peak within 1% above its prediction, and not far below.
+
+    What gloo's threads take for themselves counts from the launch of a collective to its wait. When they really take it
+    is up to them, and where that is not at the peak less is measured: up to 12% of a step as small as those of tests.
+    """
+    assert -0.15 < prediction_error < 0.01
+
+
 def _collected(pipes: list[Connection], deadline: float) -> list[Told]:
     told: dict[int, Told] = {}
     while len(told) < len(pipes):

@@ -20,7 +20,7 @@ from planner.plan import Plan, recompute_once
 from planner.solve import Problem
 from rewriter import checkpoint
 from rewriter.step import CheckpointedStep
-from tests.ranks import on_ranks
+from tests.ranks import assert_predicted, on_ranks
 
 WIDTH, WORDS = 30, 41  # neither is even for two ranks in all of its uses
 
@@ -129,7 +129,7 @@ def _proven(rank: int) -> tuple[Any, ...]:
 def test_a_planned_step_of_shards_is_eagers_to_the_bit_on_every_rank() -> None:
     for proof, opaque_reason, again, collectives, timeline in on_ranks(_proven):
         assert proof.exact
-        assert abs(proof.prediction_error) < 0.01
+        assert_predicted(proof.prediction_error)
         assert proof.measured_peak_bytes < 0.7 * proof.eager_peak_bytes
         assert timeline.hidden_us > 0, "launched earlier than waited for"
         assert opaque_reason == "", "the optimizer steps its shards inside the graph"
