@@ -152,7 +152,7 @@ class _Failure:
     words: str
 
     @staticmethod
-    def of(error: Exception, stage: str, rank: int) -> _Failure:
+    def of(error: BaseException, stage: str, rank: int) -> _Failure:
         first = str(error).strip() or "no message"
         kind: type[PlannerError] = RankError
         if isinstance(error, PlannerError) and type(error).__init__ is PlannerError.__init__:
@@ -179,7 +179,7 @@ class Group:
         """An error inside, on any rank, is an error of all at the end; the one whose own it is raises it as it is."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt of one rank too
             if not getattr(error, "is_shared", False):
                 self._fail(stage, error)
             raise
@@ -189,7 +189,7 @@ class Group:
         """What every rank has, in their order; RankError where one of them is elsewhere or stays away."""
         return self._exchange(stage, mine)
 
-    def _fail(self, stage: str, error: Exception) -> None:
+    def _fail(self, stage: str, error: BaseException) -> None:
         """Leave the error for the others, without waiting for them; raises theirs where this one followed from it."""
         number = self._next()
         try:

@@ -373,7 +373,8 @@ def limit_of(ready: ReadyStep, budget: str | int, *, in_place: bool, keeps_all: 
     graph, device = ready.planned_on, ready.workload.device
     peak_bytes = unplanned(graph, in_place=in_place).peak_bytes
     elsewhere = 0 if budget == AUTO or read_budget(budget)[1] == "%" else wrapper_bytes(ready.workload.model)
-    nbytes = budget_bytes(graph, budget, device, peak_bytes=peak_bytes) - elsewhere
+    mine = budget_bytes(graph, budget, device, peak_bytes=peak_bytes) - elsewhere
+    nbytes = min(ready.ranks.gathered("comparing budgets", mine))  # one plan, within the smallest of them
     limit = Limit(
         nbytes=nbytes,
         margin_bytes=margin_bytes(graph, nbytes),
@@ -385,7 +386,8 @@ def limit_of(ready: ReadyStep, budget: str | int, *, in_place: bool, keeps_all: 
         return limit
     # Too close to trust the prediction, and a needless plan would cost time: let the step itself say.
     measured_bytes = graph.start_bytes + _measured_unplanned_bytes(ready, in_place=in_place)
-    nbytes = budget_bytes(graph, budget, device, peak_bytes=max(peak_bytes, measured_bytes)) - elsewhere
+    mine = budget_bytes(graph, budget, device, peak_bytes=max(peak_bytes, measured_bytes)) - elsewhere
+    nbytes = min(ready.ranks.gathered("comparing budgets once more", mine))
     margin = 0 if measured_bytes <= nbytes else margin_bytes(graph, nbytes)
     return replace(limit, nbytes=nbytes, margin_bytes=margin)
 

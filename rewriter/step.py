@@ -22,6 +22,7 @@ from planner.solve import Problem, Solution, Status, solve
 from planner.units import human_bytes
 from profiler.tracing.eager_ways.assumptions import BrokenAssumption, Turns
 from profiler.tracing.guards import Change
+from profiler.tracing.ranks.torch_shards import reshard
 from profiler.workload import Workload
 from rewriter.agreement import agree, agree_on_parameters, ranks_of
 from rewriter.budgets import is_share, over_budget
@@ -180,6 +181,7 @@ class CheckpointedStep:
     # -- forms ----------------------------------------------------------------------------------------------
 
     def _form_for(self, batch: Any) -> Form:
+        reshard(self._workload.model)  # an evaluation may have left parameters whole
         form, wrong = self._fitting(batch) if self._ranks.size == 1 else self._fitting_all(batch)
         if form is not None:
             self._use(form)
@@ -259,6 +261,7 @@ class CheckpointedStep:
         unless it turns out to need more memory than that said.
         """
         settings = self._settings
+        reshard(self._workload.model)
         # Ranks may know other shapes, and measure together or not at all.
         form = self._prepared(batch, like, known=self._measured if self._ranks.size == 1 else ())
         if form.ready.is_scaled and self._over_bytes(form, batch) > 0:

@@ -43,6 +43,7 @@ from profiler.tracing.outcome import Outcome, collect, convention_of, keep_used_
 from profiler.tracing.passes import Passes, UntraceableOptimizerError
 from profiler.tracing.ranks.replicated import Layout, LayoutFoundError, parallel_of
 from profiler.tracing.ranks.torch_distributed import distributed, local, refusing_own_communication, spec_of
+from profiler.tracing.ranks.torch_shards import refusing_own_gathers
 from profiler.tracing.trials.audit import OpSeen, ops_of
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.switches import refusing_switches
@@ -239,8 +240,9 @@ class _Session:
             stack.enter_context(self.stamper.attached(tracer))
             self.placed.hook_in(stack)
             self.placed.swap_in(stack, self.reads)
-            stack.enter_context(self.parallel.inside())
             stack.enter_context(refusing_own_communication())
+            stack.enter_context(refusing_own_gathers())
+            stack.enter_context(self.parallel.inside())
             stack.enter_context(patched([(self.optimizer, "step", passes.step)]))
             stack.enter_context(watched_autograd(passes.around_backward, passes.note_returned))
             stack.enter_context(only_this_optimizer(self.optimizer, lambda: passes.stepping))

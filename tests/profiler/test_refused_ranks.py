@@ -177,6 +177,24 @@ def test_what_a_step_does_with_shards_beside_training_is_refused(train_step, wor
         assert words in refused(sharded(mesh), train_step)
 
 
+def beside(other, call=lambda other, batch: other(batch)):
+    def train_step(model, optimizer, batch):
+        with torch.no_grad():
+            target = call(other, batch)
+        return step(model, optimizer, batch if target is None else batch + target)
+
+    return train_step
+
+
+def test_another_wrapped_model_that_a_step_calls_is_refused():
+    with imagined_group(2) as mesh:
+        for model in (replicas(), sharded(mesh), plain()):
+            assert "another model that is wrapped in DistributedDataParallel" in refused(model, beside(replicas()))
+            assert "another sharded model" in refused(model, beside(sharded(mesh)))
+        own = sharded(mesh)
+        assert "unshard()" in refused(own, beside(own, lambda other, batch: other.unshard()))
+
+
 def trains_a_part(model, optimizer, batch):
     loss = model.module[0](batch).sum() + 0 * model(batch).detach().sum()
     loss.backward()

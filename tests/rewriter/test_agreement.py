@@ -137,23 +137,33 @@ def _goes_on(rank: int) -> list[Any]:
     """After an error of all, they still speak to each other."""
     ranks = Group(dist.group.WORLD, torch.device("cpu"))
     said = []
-    for failing in (0, 1):
+    for failing, error in ((0, ValueError("once")), (1, ValueError("once")), (1, KeyboardInterrupt())):
         try:
             with ranks.together("a stage"):
                 ranks.gathered("inside it", rank)
                 if rank == failing:
-                    raise ValueError("once")
+                    raise error
                 ranks.gathered("further inside", rank)
-        except Exception as error:
-            said.append(type(error).__name__)
+        except BaseException as raised:
+            said.append(type(raised).__name__)
     agree(ranks, "the weather", "fine", otherwise="never")
     return [said, ranks.gathered("the end", rank), ranks.fits_all([True, rank == 0])]
 
 
 def test_ranks_speak_on_after_an_error() -> None:
     first, second = on_ranks(_goes_on)
-    assert first == [["ValueError", "RankError"], [0, 1], [True, False]]
-    assert second == [["RankError", "ValueError"], [0, 1], [True, False]]
+    assert first == [["ValueError", "RankError", "RankError"], [0, 1], [True, False]]
+    assert second == [["RankError", "ValueError", "KeyboardInterrupt"], [0, 1], [True, False]]
+
+
+def _other_budgets(rank: int) -> tuple[int, tuple[str, ...]]:
+    found = planned(*made(), budget=("100%", "90%")[rank])
+    return found.solution.problem.budget_bytes, found._forms[0].planned.collectives
+
+
+def test_ranks_with_other_budgets_run_one_plan_within_the_smallest() -> None:
+    first, second = on_ranks(_other_budgets)
+    assert first == second
 
 
 def _elsewhere(rank: int) -> None:

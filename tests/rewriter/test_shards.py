@@ -137,6 +137,51 @@ def test_a_planned_step_of_shards_is_eagers_to_the_bit_on_every_rank() -> None:
         assert sum(word.startswith("all_reduce_ ") for word in collectives) == 6, "three units, twice, gloo's way"
 
 
+class Again(nn.Module):
+    """A block that is called three times before another, each of them a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.once = Block(), Block()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in (self.often, self.often, self.once, self.often):
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def _called_again(rank: int) -> list[bool]:
+    """Units that a forward calls several times, an optimizer that runs as itself, evaluations between steps."""
+    left = []
+    for plans in (False, True):
+        torch.manual_seed(0)
+        model: Any = Again()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for unit in (model.often, model.once, model):
+            fully_shard(unit, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        torch.manual_seed(1000 + rank)
+        step = planned(plain, model, optimizer, tokens(rank), verify=False) if plans else None
+        for seed in range(3):
+            plain(model, optimizer, tokens(rank, seed)) if step is None else step(tokens(rank, seed))
+            with torch.no_grad():  # which leaves the root's parameters whole
+                model.eval()(tokens(rank))
+            model.train()
+        model.reshard()
+        state = [value for p in model.parameters() for value in optimizer.state[p].values()]
+        found = [*model.parameters(), *(p.grad for p in model.parameters()), *state]
+        left.append([t.to_local().detach().clone() if hasattr(t, "to_local") else t.clone() for t in found])
+    return [torch.equal(a, b) for a, b in zip(*left, strict=True)]
+
+
+def test_units_called_again_are_reduced_once_and_any_optimizer_steps_shards_between_evaluations() -> None:
+    for equal in on_ranks(_called_again):
+        assert all(equal)
+
+
 class DropsWholeParameters:
     """Whole parameters are gathered again in the backward, and nothing else is: what others call ZeRO-3."""
 

@@ -223,6 +223,8 @@ class Replicas:
         """The wrapper's forward is ours, and each parameter that is reduced tells when its gradient is complete."""
 
         def forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+            if ddp is not self._ddp:
+                private.refuse_another_wrapped()
             return self._forward(*args, **kwargs)
 
         with ExitStack() as stack:

@@ -54,6 +54,8 @@ class Shards(Communicating):
         self._model = model
         self._units = fsdp.sharded_units(model)
         self._sharded: dict[int, list[Tensor]] = {}  # of each unit whose forward runs
+        self._first: dict[int, tuple[Tensor, ...]] = {}  # what each unit's first forward since a backward gathered
+        self._depth = 0
         self.guards: tuple[Guard, ...] = (ShardGuard.of(model),)
 
     @contextmanager
@@ -79,11 +81,35 @@ class Shards(Communicating):
             if number in self._sharded or any(shard is None for shard in shards):
                 raise CaptureError("a sharded module is called inside its own forward, which is not captured")
             self._sharded[number] = [shard for shard in shards if shard is not None]
-            gather: Any = _Gather.apply
-            _put(unit, gather(unit, *self._sharded[number]))
+            _put(unit, self._gathered(number))
 
         setattr(hook, fsdp.GATHERS, True)
         return hook
+
+    def _gathered(self, number: int) -> tuple[Tensor, ...]:
+        """A unit's whole parameters: its gradients are summed over all its forwards, and then reduced, once."""
+        gather: Any = _Gather.apply
+        if not torch.is_grad_enabled():
+            whole: tuple[Tensor, ...] = gather(self._units[number], *self._sharded[number])
+            return whole
+        if number not in self._first:
+            self._first[number] = gather(self._units[number], *self._sharded[number])
+            return self._first[number]
+        with torch.no_grad():
+            again: tuple[Tensor, ...] = gather(self._units[number], *self._sharded[number])
+        same: Any = _SameParameter.apply
+        return tuple(map(same, again, self._first[number]))
+
+    @contextmanager
+    def backward(self, accumulates: bool) -> Iterator[None]:
+        """Inside, a backward runs; forwards after the outermost one are reduced by another."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._first.clear()
 
     def _reshard(self, number: int) -> Any:
         def hook(*_: Any) -> None:
@@ -139,6 +165,18 @@ class _Gather(torch.autograd.Function):
             found[i] = private.distributed(part, ctx.specs[i])
             at += param.padded_size.numel()
         return (None, *found)
+
+
+class _SameParameter(torch.autograd.Function):
+    """A parameter that was gathered again: its gradient belongs to what was gathered first."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Tensor, first: Tensor) -> Tensor:
+        return again
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:

@@ -200,8 +200,17 @@ def refusing_own_communication() -> Iterator[None]:
         return refuse
 
     places = (dist, dist.distributed_c10d)
-    with patched([(place, name, refusing(name)) for place in places for name in _OWN_CALLS if hasattr(place, name)]):
+    calls = [(place, name, refusing(name)) for place in places for name in _OWN_CALLS if hasattr(place, name)]
+    with patched([*calls, (nn.parallel.DistributedDataParallel, "forward", refuse_another_wrapped)]):
         yield
+
+
+def refuse_another_wrapped(*args: Any, **kwargs: Any) -> None:
+    """CaptureError for a wrapped model that is not the one whose step is captured."""
+    raise CaptureError(
+        "the step calls another model that is wrapped in DistributedDataParallel than the one it was given, and what "
+        "that sends is not captured: call the model inside of it (its .module), or wrap one that has both as parts"
+    )
 
 
 # -- groups ---------------------------------------------------------------------------------------------------------

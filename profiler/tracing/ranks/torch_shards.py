@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from profiler.errors import CaptureError
+from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.ranks.torch_distributed import gone, has_group
 
 
@@ -95,6 +97,28 @@ def remove_own_hooks(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
                 del hooks[key]
+
+
+@contextmanager
+def refusing_own_gathers() -> Iterator[None]:
+    """Inside, what fully_shard gathers itself is refused: the hooks of the model that is captured are off."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        yield
+        return
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    except ImportError as error:
+        raise gone("list of fully_shard's parameters") from error
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            "the step calls another sharded model than the one it was given, or gathers parameters by itself "
+            "(unshard()), which is not captured: make both models parts of one, and leave gathering to the plan"
+        )
+
+    with patched([(FSDPState, "_lazy_init", refuse), (FSDPParamGroup, "unshard", refuse)]):
+        yield
 
 
 GATHERS = "gathers_parameters"  # an attribute of a hook that stands for one of fully_shard's own

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from profiler.errors import CaptureError
 from profiler.tracing.fake_tensors.patches import patched, threads_of_this, with_subclasses
 from profiler.tracing.guards import Autocast, global_step_hooks, own_step
+from profiler.tracing.ranks.torch_distributed import distributed, spec_of
 from profiler.tracing.trials.undoing import watched
 from profiler.workload import NoOptimizer
 
@@ -169,7 +170,8 @@ class OpaqueStep:
         for param in everyone:
             param.grad = None
         for slot, grad in zip(self._receivers, grads, strict=True):
-            slot.tensor().grad = grad
+            param = slot.tensor()
+            param.grad = distributed(grad, spec_of(param))
         with ExitStack() as stack:
             for one in self._autocast:
                 stack.enter_context(torch.autocast(one.device_type, dtype=one.dtype))

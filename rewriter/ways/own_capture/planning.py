@@ -207,7 +207,8 @@ class Planner:
         settings, graph = self.settings, ready.planned_on
         mine = elsewhere_bytes(self.model, self.batch, settings.optimizer) if settings.in_bytes else 0
         elsewhere = max(self.ranks.gathered("comparing what else is in memory", mine)) + spare_bytes
-        total = budget_bytes(graph, settings.budget, device_of(self.model), in_place=settings.in_place)
+        mine = budget_bytes(graph, settings.budget, device_of(self.model), in_place=settings.in_place)
+        total = min(self.ranks.gathered("comparing budgets", mine))
         if is_share(settings.budget):  # of the first batches: a smaller one may take as much
             total = max([total, *(solution.problem.budget_bytes for solution in self.earlier)])
         limit = total - elsewhere
