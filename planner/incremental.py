@@ -47,6 +47,7 @@ class Incremental:
         self._freed_after = _freed_after(graph)
         self._tables()
         self._peak: tuple[int, int] | None = None
+        self._recompute_us: float | None = None
         self._carried = np.full(len(graph.ops) + 1, graph.start_bytes, dtype=np.int64)
         self._local = np.zeros(len(graph.ops), dtype=np.int64)
         for storage in (*(t for t in temporaries(graph) if t not in kept), *dropped):
@@ -78,7 +79,9 @@ class Incremental:
     @property
     def recompute_us(self) -> float:
         """Time of all reruns."""
-        return sum(self._time_us[op] for op in self._rerun_ops)
+        if self._recompute_us is None:
+            self._recompute_us = sum(self._time_us[op] for op in self._rerun_ops)
+        return self._recompute_us
 
     def rerun_stage(self, op: int) -> int:
         """The stage in which `op` is rerun, or NEVER_STAGE."""
@@ -94,10 +97,7 @@ class Incremental:
 
     def stage_us(self) -> npt.NDArray[np.float64]:
         """Run time of each stage."""
-        times = np.array(self._time_us)
-        for stage, chain in self._chains.items():
-            times[stage] += sum(self._time_us[op] for op in chain)
-        return times
+        return self._stage_us.copy()
 
     def plan(self) -> Plan:
         """The plan that this set means."""
@@ -118,13 +118,14 @@ class Incremental:
     def _flip(self, storage: int, flag: int) -> None:
         assert self._dropped[storage] != flag
         self._dropped[storage] = flag
-        self._peak = None
+        self._peak = self._recompute_us = None
         dirty_storages, dirty_stages = {storage}, set[int]()
         self._propagate(storage, dirty_storages, dirty_stages)
         for s in dirty_storages:
             self._respan(s, dirty_stages)
         for stage in dirty_stages:
             self._local[stage] = self._profile(stage)
+            self._stage_us[stage] = self._us(stage)
 
     def _propagate(self, storage: int, dirty_storages: set[int], dirty_stages: set[int]) -> None:
         """Move reruns to the stages where they are needed now; later ops first, since needs flow backwards."""
@@ -211,6 +212,10 @@ class Incremental:
         return _Span(made, freed, self._stage[made], max(needs)) if needs else _Span(made, freed)
 
     # -- one stage ------------------------------------------------------------------------------------------
+
+    def _us(self, stage: int) -> float:
+        """Its op and the reruns placed before it."""
+        return self._time_us[stage] + sum(self._time_us[op] for op in self._chains.get(stage, ()))
 
     def _profile(self, stage: int) -> int:
         """The largest bytes within a stage, above what is carried into it."""
@@ -310,6 +315,7 @@ class Incremental:
             if span is not None:
                 self._add(storage, span, 1)
         self._local[:] = [self._profile(op.id) for op in graph.ops]
+        self._stage_us = np.array([self._us(op.id) for op in graph.ops])
 
 
 def _state(op: Op) -> tuple[int, ...]:

@@ -107,21 +107,22 @@ def place(
 def _wanted(state: Incremental, moved: Iterable[int], host_budget_bytes: int | None) -> list[Move]:
     """Each storage with its gap, in the order in which copies out are served."""
     moves = []
-    on_host = np.zeros(len(state.graph.ops), dtype=np.int64)  # after each op
+    on_host = np.zeros(len(state.graph.ops), dtype=np.int64)  # after each op, where that is bounded
     for storage in moved:
         after, need, nbytes = state.freed_after(storage), state.need(storage), state.graph.storages[storage].nbytes
         if need - after < 2:
             continue
-        if host_budget_bytes is not None and on_host[after:need].max() + nbytes > host_budget_bytes:
-            continue
-        on_host[after:need] += nbytes
+        if host_budget_bytes is not None:
+            if on_host[after:need].max() + nbytes > host_budget_bytes:
+                continue
+            on_host[after:need] += nbytes
         moves.append(Move(storage, nbytes, after, need))
     # Of what falls idle together, what is wanted last goes first: it is worth most.
     return sorted(moves, key=lambda move: (move.after, -move.need, move.storage))
 
 
 def _gone(wanted: Sequence[Move], over: Bytes, starts: Sequence[float], link: HostLink) -> list[Move]:
-    """The same moves with the stages before which they are gone; without those that would never be in time."""
+    """The same moves, gone as early as can be and back when wanted; without those that would never be in time."""
     lane_us, stalls, stalled, stage = 0.0, list[int](), [0.0], 0
     gone: list[Move] = []
     for move in wanted:
@@ -131,7 +132,8 @@ def _gone(wanted: Sequence[Move], over: Bytes, starts: Sequence[float], link: Ho
         done = max(stage, bisect_left(starts, done_us - stalled[-1]))
         lane_us = done_us
         urgent = over[stage : min(done, move.need)] > 0
-        at = stage + int(urgent.argmax()) if urgent.any() else done
+        first = int(urgent.argmax()) if len(urgent) else 0
+        at = stage + first if len(urgent) and urgent[first] else done
         if at >= move.need:
             continue
         if at < done:
@@ -139,20 +141,21 @@ def _gone(wanted: Sequence[Move], over: Bytes, starts: Sequence[float], link: Ho
             stalled.append(done_us - starts[at])
         stage = at
         over[at : move.need] -= move.nbytes
-        gone.append(replace(move, gone=at))
+        gone.append(Move(move.storage, move.nbytes, move.after, move.need, at, move.need))
     return gone
 
 
 def _back(moves: Sequence[Move], over: Bytes) -> list[Move]:
     """The moves with the stages before which their way back begins; without those that would never be away."""
-    left = over - _absent_bytes([replace(move, back=move.need) for move in moves], len(over))
+    left = over - _absent_bytes(moves, len(over))
     away = []
     for move in sorted(moves, key=lambda move: (move.need, move.storage)):
-        full = np.flatnonzero(left[move.gone : move.need] > -move.nbytes)
-        back = move.gone + int(full[-1]) + 1 if len(full) else move.gone
+        full = (left[move.gone : move.need] > -move.nbytes)[::-1]  # the last stages first
+        last = int(full.argmax())
+        back = move.need - last if full[last] else move.gone
         left[back : move.need] += move.nbytes
         if back > move.gone:
-            away.append(replace(move, back=back))
+            away.append(Move(move.storage, move.nbytes, move.after, move.need, move.gone, back))
     return away
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from planner.plan import BoundClass, Plan, with_bound
 from planner.solve import Problem
 from planner.units import human_bytes
 from strategies.ilp.joint_polish import WORTH_US, JointPolish
-from strategies.ilp.linear import Floats
+from strategies.ilp.linear import Floats, SparseModel
 from strategies.ilp.moving import MovingProgram
 from strategies.ilp.shared_work import (
     FEW,
@@ -45,11 +45,16 @@ from strategies.ilp.windows import WINDOW, fixed_outside, windows
 from strategies.mutwo.swapping import Choice, Swapping
 
 ROUNDS = 8
+WORTH_A_ROUND = 1e-3  # of the extra time: what the plan or the bound has to gain for another round
 FORWARD_WINDOWS = 6
-SHARE_WITHOUT_LINK = 0.25  # of the time, for what can be done without
-SHARE_FOR_WINDOWS = 0.5  # and what comes after them
-SHARE_FOR_POLISH = 0.1
-SOLVES = 6  # of windows, that the whole time is enough for
+SHARE_WITHOUT_LINK = 0.5  # of the time, at most, for what can be done without
+NODES = 40  # to make a point near the relaxation whole
+NODES_A_WINDOW = 5
+NODES_IF_FEW = 5000  # for the whole program of a small graph
+WINDOWS = 9  # that are decided anew
+LARGE_CELLS = 100_000_000  # variables times rows, from which windows may have parts of tensors away
+WORTH_A_WINDOW = 1e-3  # of the extra time: what such a window has to promise
+EVALUATIONS = 1500  # of exact placement, to polish
 WITH_LINK = "with the link"
 WORTH_COUNTING = 5e-4  # of the step: shorter waits get no rows of their own
 
@@ -69,10 +74,10 @@ class Found:
 class JointSearch:
     """One call of `Ilp.plan` where there is a host link."""
 
-    def __init__(self, problem: Problem, *, solver: SolverName, gap: float, seeds: bool) -> None:
+    def __init__(self, problem: Problem, *, solver: SolverName, gap: float, seeds: bool, effort: float = 1.0) -> None:
         assert problem.host_link is not None
         self.problem, self.link, self.graph = problem, problem.host_link, problem.graph
-        self.solver, self.gap, self.seeds = solver, gap, seeds
+        self.solver, self.gap, self.seeds, self.effort = solver, gap, seeds, effort
         self.started = time.perf_counter()
         self.deadline = self.started + problem.time_limit_s
         self.work = Work(problem)
@@ -118,7 +123,7 @@ class JointSearch:
         seconds = self._left_s() if small else SHARE_WITHOUT_LINK * self.problem.time_limit_s
         search = Search(
             self.problem.without_link().limited(seconds),
-            Ilp(solver=self.solver, gap=self.gap, seeds=self.seeds),
+            Ilp(solver=self.solver, gap=self.gap, seeds=self.seeds, effort=self.effort),
             work=self.work,
             smallest=self.best is None,
         )
@@ -133,6 +138,7 @@ class JointSearch:
             plan = search.run()
         except NoPlan:
             return
+        self.cut_off |= plan.cut_off
         if plan.found_by != WITH_LINK:
             self._judge(plan, "without the link")
 
@@ -190,57 +196,76 @@ class JointSearch:
         if self.best is not None:  # what it needs to count is what binds
             choice = self._choice_of(self.best)
             self.rows.refine(choice.state, choice.placed, self.problem.budget_bytes)
-        until = self.deadline - SHARE_FOR_WINDOWS * self.problem.time_limit_s
         for _ in range(ROUNDS):
-            left_s = until - time.perf_counter()
-            if self._proven():
+            if self._proven() or self._out_of_time():
                 return
-            if left_s <= 0:
-                self.cut_off = True
-                return
+            before = self.best, self.bound_us
             program = self._program(self.rows)
-            answer = self._solve_round(program, left_s)
+            answer = self._solve_round(program)
             if answer is None or answer.point is None or self._proven():
                 return
-            if not self._check(program, answer.point, self.rows, "MILP", until):
+            grown = self._check(program, answer.point, self.rows, "MILP")
+            if not grown or not self._gained(*before):
                 return
 
-    def _check(self, program: MovingProgram, point: Floats, rows: _Rows, who: str, until: float) -> bool:
+    def _gained(self, best: Found | None, bound_us: float) -> bool:
+        """Whether the plan, or the bound, is better than it was by what is worth another round."""
+        if self.best is None or best is None:
+            return True
+        worth_us = WORTH_A_ROUND * self.best.extra_us
+        return self.best.extra_us < best.extra_us - worth_us or self.bound_us > bound_us + worth_us
+
+    def _out_of_time(self) -> bool:
+        spent = self._left_s() <= 0
+        self.cut_off |= spent
+        return spent
+
+    def _check(self, program: MovingProgram, point: Floats, rows: _Rows, who: str) -> bool:
         """Place a point exactly, go on from there by picks, and count what was missed; False if nothing was."""
         state = self.work.state(program.kept(point))
         moved = {s for s in program.chosen(point) if not state.is_dropped(s)}
         grown = rows.refine(state, self._place(state, moved), self.problem.budget_bytes)
-        self._offer_choice(Swapping(self.problem, state=state, moved=sorted(moved), deadline=until).run(), who)
+        self._offer_choice(Swapping(self.problem, state=state, moved=sorted(moved), deadline=self.deadline).run(), who)
         return grown
 
     def _search_windows(self) -> None:
         """Large neighbourhoods of the best plan: one stretch of the step decided anew at a time, all else as it is.
 
-        Rows are counted where this plan needs them, and not where the relaxation did: so it is solved sooner.
+        Rows are counted where this plan needs them, and not where the relaxation did: so it is solved sooner. It ends
+        when no window has gained anything.
         """
-        until = self.deadline - SHARE_FOR_POLISH * self.problem.time_limit_s
-        quantum_s = self.problem.time_limit_s / SOLVES
         if self.best is None or len(self.work.reduction.blocks) <= WINDOW:
             return
         rows, start = _Rows(self.work), self._choice_of(self.best)
         rows.refine(start.state, start.placed, self.problem.budget_bytes)
-        program = self._program(rows)
-        improved = True
-        while improved:
-            improved = False
-            for window in windows(self.graph, program.keep):
-                best, left_s = self.best, until - time.perf_counter()
-                if best is None or self._proven():
-                    return
-                if left_s <= 0:
-                    self.cut_off = True
-                    return
-                model = fixed_outside(program, program.at(self.problem.budget_bytes), self._choice_of(best), window)
-                answer = solve_model(model, self.solver, time_limit_s=min(quantum_s, left_s), gap=0.5 * self.gap)
-                self.cut_off |= answer.outcome is Outcome.CUT_OFF
-                if answer.point is not None and self._check(program, answer.point, rows, "windows", until):
-                    program = self._program(rows)
-                improved |= self.best is not best
+        program, idle = self._program(rows), 0
+        around = windows(self.graph, program.keep)
+        for window in islice(cycle(around), round(WINDOWS * self.effort)):
+            best = self.best
+            if idle == len(around) or self._proven() or self._out_of_time():
+                return
+            answer = self._solve(self._around(program, best, window), gap=0.5 * self.gap, nodes=NODES_A_WINDOW)
+            if answer.point is not None and self._check(program, answer.point, rows, "windows"):
+                program = self._program(rows)
+            idle = idle + 1 if self.best is best else 0
+
+    def _around(self, program: MovingProgram, best: Found, window: frozenset[int]) -> SparseModel:
+        """The program of one window.
+
+        A large one is solved sooner by far where a moment may have a part of a tensor away, which mostly comes true,
+        and where only what is better than the plan counts.
+        """
+        model = fixed_outside(program, program.at(self.problem.budget_bytes), self._choice_of(best), window)
+        if model.n_variables * model.n_rows < LARGE_CELLS:
+            return model
+        return program.in_parts(model).cheaper_than((1 - WORTH_A_WINDOW) * best.extra_us)
+
+    def _solve(self, model: SparseModel, *, gap: float, nodes: int) -> Answer:
+        """A whole point, within a number of nodes: the clock is a net below that."""
+        nodes = max(1, round(nodes * self.effort))
+        answer = solve_model(model, self.solver, time_limit_s=self._left_s(), gap=gap, nodes=nodes)
+        self.cut_off |= answer.outcome is Outcome.CUT_OFF
+        return answer
 
     def _program(self, rows: _Rows) -> MovingProgram:
         return MovingProgram(
@@ -254,16 +279,17 @@ class JointSearch:
             ends=rows.ends,
         )
 
-    def _solve_round(self, program: MovingProgram, left_s: float) -> Answer | None:
+    def _solve_round(self, program: MovingProgram) -> Answer | None:
         """The relaxation for the bound, then a whole point near it; in a small graph the whole program proves more."""
         model = program.at(self.problem.budget_bytes)
-        relaxed = solve_model(model.relaxed(), self.solver, time_limit_s=left_s, gap=0.0, corner=False)
+        relaxed = solve_model(model.relaxed(), self.solver, time_limit_s=self._left_s(), gap=0.0, corner=False)
+        self.cut_off |= relaxed.outcome is Outcome.CUT_OFF
         if not self._learn(relaxed) or relaxed.point is None:
             return None
         if len(program.keep) <= FEW:
-            whole = solve_model(model, self.solver, time_limit_s=0.3 * left_s, gap=0.9 * self.gap)
+            whole = self._solve(model, gap=0.9 * self.gap, nodes=NODES_IF_FEW)
             return whole if self._learn(whole) else None
-        return solve_model(model.near(relaxed.point), self.solver, time_limit_s=0.4 * left_s, gap=self.gap)
+        return self._solve(model.near(relaxed.point), gap=self.gap, nodes=NODES)
 
     def _learn(self, answer: Answer) -> bool:
         """Take the bound of an answer; False if there is nothing that fits."""
@@ -288,7 +314,8 @@ class JointSearch:
         if best is None or self._proven() or self._left_s() <= 0:
             return
         choice = self._choice_of(best)
-        polish = JointPolish(self.problem, choice, deadline=self.deadline)
+        evaluations = round(EVALUATIONS * self.effort)
+        polish = JointPolish(self.problem, choice, evaluations=evaluations, deadline=self.deadline)
         self._offer_choice(polish.run(), f"polish of {best.who}")
         self.cut_off |= polish.cut_off
 

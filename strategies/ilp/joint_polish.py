@@ -25,11 +25,12 @@ class _Fate(Enum):
 
 
 class JointPolish:
-    """Exact local search: another fate for one storage, or two that exchange theirs."""
+    """Exact local search: another fate for one storage, or two that exchange theirs; so many are evaluated."""
 
-    def __init__(self, problem: Problem, choice: Choice, *, deadline: float) -> None:
+    def __init__(self, problem: Problem, choice: Choice, *, evaluations: int, deadline: float) -> None:
         assert problem.host_link is not None
         self.problem, self.link, self.deadline = problem, problem.host_link, deadline
+        self.evaluations = evaluations
         self.state, self.placed = choice.state, choice.placed
         self.moved = dict.fromkeys(choice.moved)
         graph = problem.graph
@@ -45,7 +46,7 @@ class JointPolish:
 
     def _spent(self) -> bool:
         self.cut_off = time.perf_counter() >= self.deadline
-        return self.cut_off
+        return self.cut_off or self.evaluations <= 0
 
     def _fate(self, storage: int) -> _Fate:
         if self.state.is_dropped(storage):
@@ -66,6 +67,7 @@ class JointPolish:
 
     def _try(self, fates: dict[int, _Fate]) -> bool:
         """Take these fates if that fits and takes less time."""
+        self.evaluations -= 1
         before = {s: self._fate(s) for s in fates}
         order = tuple(self.moved)
         for storage, fate in fates.items():

@@ -111,6 +111,12 @@ class MovingProgram(StagedProgram):
         most[self.times] = 3.0 + copies_us / self.whole_us  # later than any schedule without idle waiting ends
         return replace(model, most=most)
 
+    def in_parts(self, model: SparseModel) -> SparseModel:
+        """The program where a moment may have a part of a storage away: only what is kept and moved is whole."""
+        integer = model.integer.copy()
+        integer[[*self.gone.values(), *self.back.values()]] = False
+        return replace(model, integer=integer)
+
     def chosen(self, point: Floats) -> set[int]:
         """The storages that a solution moves, and has away at some moment."""
         away = {x for (x, k), u in self.gone.items() if point[u] - point[self.back[x, k]] > 0.3}

@@ -78,7 +78,7 @@ class Ilp:
 
     def plan(self, problem: Problem) -> Plan:
         if problem.host_link is not None:
-            return JointSearch(problem, solver=self.solver, gap=self.gap, seeds=self.seeds).run()
+            return JointSearch(problem, solver=self.solver, gap=self.gap, seeds=self.seeds, effort=self.effort).run()
         return Search(problem, self).run()
 
 

@@ -6,7 +6,7 @@ over the budget. With most of it fixed to a plan that fits, what is left is smal
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from planner.ir import Graph
 from strategies.ilp.linear import SparseModel
@@ -16,11 +16,11 @@ from strategies.mutwo.swapping import Choice
 WINDOW = 80  # storages that are decided anew at a time
 
 
-def windows(graph: Graph, storages: Collection[int]) -> Iterator[frozenset[int]]:
+def windows(graph: Graph, storages: Collection[int]) -> list[frozenset[int]]:
     """Storages made one after another, the first ones first: they idle longest. Each window overlaps the next."""
     order = sorted(storages, key=lambda s: (graph.maker[s] or 0, s))
-    for begin in range(0, max(1, len(order) - WINDOW // 2), WINDOW // 2):
-        yield frozenset(order[begin : begin + WINDOW])
+    begins = range(0, max(1, len(order) - WINDOW // 2), WINDOW // 2)
+    return [frozenset(order[begin : begin + WINDOW]) for begin in begins]
 
 
 def fixed_outside(program: MovingProgram, model: SparseModel, choice: Choice, window: Collection[int]) -> SparseModel:
