@@ -40,6 +40,9 @@ class Parcel:
     readers: tuple[int, ...]
 
 
+Away = list[tuple[Parcel, int, int]]  # what may be away at a moment, with its U and V
+
+
 def parcels(reduction: Reduction, *, step_bytes: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
     """What the program decides to move, and what is too small to: the bound leaves its bytes out while it idles."""
     large: list[Parcel] = []
@@ -97,6 +100,8 @@ class MovingProgram(StagedProgram):
         self.waited: list[int] = []  # in the stage up to each moment
         super().__init__(reduction, moments, inner, in_place=in_place)
         self.whole_us = max(reduction.graph.time_us, 1e-9)
+        self.out_share = {p.storage: link.out_us(p.nbytes) / self.whole_us for p in self.parcels}
+        self.in_share = {p.storage: link.in_us(p.nbytes) / self.whole_us for p in self.parcels}
         first = len(self.cost)
         self._reruns_when_needed()
         self._time_rows(set(starts), set(ends))
@@ -187,18 +192,19 @@ class MovingProgram(StagedProgram):
         if not self.moved:
             return
         self._add_clocks()
+        away_at = self._away_at()
         freed = sorted({p.freed for p in self.parcels})
         first = sorted({p.first for p in self.parcels})
         for k, position in enumerate(self.moments):
             before = [p for p in freed if p < position]
             for p in sorted({-1, *_spread(before), *(m for m in self.moments if m < position), *starts}):
                 if p < position:
-                    self._out_row(p, k)
+                    self._out_row(p, k, away_at[k])
         for j, position in enumerate(self.moments):
             later = [q for q in first if q > position]
             for q in sorted({*_spread(later), *(m for m in self.moments if m > position), *ends}):
                 if q > position and self.stage(q) < len(self.moments):
-                    self._in_row(j, q)
+                    self._in_row(j, q, away_at[j])
 
     def _add_clocks(self) -> None:
         """X_k after X_{k-1}, what runs in between, and the time waited, which is part of the objective."""
@@ -230,26 +236,31 @@ class MovingProgram(StagedProgram):
         elapsed, k = self.reduction.graph.elapsed_us, self.stage(q)
         return Linear(-(elapsed[self.moments[k]] - elapsed[q]) / self.whole_us, {self.clock[k]: 1.0})
 
-    def _out_row(self, p: int, k: int) -> None:
-        """Copies out that begin after op p and are done by moment k fit in between."""
-        copies = Linear()
-        for parcel in self.parcels:
-            if parcel.freed >= p and (parcel.storage, k) in self.gone:
-                gone = _variable(self.gone[parcel.storage, k])
-                copies.add(gone, self.link.out_us(parcel.nbytes) / self.whole_us)
-        if copies.terms:
-            self._at_least(total((1.0, _variable(self.clock[k])), (-1.0, self._end_of(p))), copies)
+    def _away_at(self) -> list[Away]:
+        """Per moment: what may be away then, with its U and V."""
+        away: list[Away] = [[] for _ in self.moments]
+        parcel_of = {parcel.storage: parcel for parcel in self.parcels}
+        for (storage, k), gone in self.gone.items():
+            away[k].append((parcel_of[storage], gone, self.back[storage, k]))
+        return away
 
-    def _in_row(self, j: int, q: int) -> None:
+    def _out_row(self, p: int, k: int, away: Away) -> None:
+        """Copies out that begin after op p and are done by moment k fit in between."""
+        copies = {gone: self.out_share[parcel.storage] for parcel, gone, _ in away if parcel.freed >= p}
+        if copies:
+            between = total((1.0, _variable(self.clock[k])), (-1.0, self._end_of(p)))
+            self._at_least(between, Linear(0.0, copies))
+
+    def _in_row(self, j: int, q: int, away: Away) -> None:
         """Copies back that begin after moment j and are awaited by op q fit in between."""
-        copies = Linear()
-        for parcel in self.parcels:
-            if parcel.first <= q and (parcel.storage, j) in self.gone:
-                absent = self._absent(parcel, j)
-                copies.add(absent, self.link.in_us(parcel.nbytes) / self.whole_us)
-        if copies.terms:
-            since = self._end_of(self.moments[j])
-            self._at_least(total((1.0, self._start_of(q)), (-1.0, since)), copies)
+        copies: dict[int, float] = {}
+        for parcel, gone, back in away:
+            if parcel.first <= q:
+                copies[gone] = self.in_share[parcel.storage]
+                copies[back] = -copies[gone]
+        if copies:
+            between = total((1.0, self._start_of(q)), (-1.0, self._end_of(self.moments[j])))
+            self._at_least(between, Linear(0.0, copies))
 
 
 def _variable(index: int) -> Linear:

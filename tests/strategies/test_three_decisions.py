@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from itertools import combinations
 from random import Random
@@ -22,6 +23,7 @@ from planner.schedule import lower
 from planner.simulator import Timeline, simulate
 from planner.solve import Problem, Status, solve
 from planner.synthetic import Network, accumulation, chain, residual_tower, resnet_like, transformer
+from strategies.ilp import joint
 from strategies.ilp.joint import WITH_LINK, JointSearch
 from strategies.ilp.search import Ilp, Search
 from strategies.ilp.shared_work import Work
@@ -88,6 +90,23 @@ def test_a_window_decides_its_own_storages_anew_and_leaves_the_others_as_they_ar
     )
     kept = program.kept(answer.point)
     assert all((s in kept) != choice.state.is_dropped(s) for s in set(program.keep) - some)
+
+
+@pytest.mark.parametrize("large_cells", [0, 10**12], ids=["in parts", "whole"])
+def test_a_busy_machine_gets_the_same_plan_and_windows_do_not_make_it_worse(monkeypatch, large_cells):
+    graph = resnet_like((3, 4, 6, 3))
+    problem = at(graph, 0.3, HostLink.of(12), time_limit_s=600.0)
+    monkeypatch.setattr(joint, "LARGE_CELLS", large_cells)
+    monkeypatch.setattr(joint, "WINDOWS", 2)
+    plans = [Ilp(effort=0.5).plan(problem)]
+    clock = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: 7 * clock())  # everything seems to take seven times as long
+    plans.append(Ilp(effort=0.5).plan(problem))
+    assert plans[0] == plans[1]
+    assert not plans[0].cut_off
+    mine, greedy = problem.timeline(plans[0]), problem.timeline(MuTwo().plan(problem))
+    assert problem.fits(mine)
+    assert mine.extra_us <= greedy.extra_us
 
 
 @pytest.mark.parametrize("spec", ["mutwo", "ilp", "auto"])
