@@ -95,14 +95,17 @@ def test_a_window_decides_its_own_storages_anew_and_leaves_the_others_as_they_ar
 @pytest.mark.parametrize("large_cells", [0, 10**12], ids=["in parts", "whole"])
 def test_a_busy_machine_gets_the_same_plan_and_windows_do_not_make_it_worse(monkeypatch, large_cells):
     graph = resnet_like((3, 4, 6, 3))
-    problem = at(graph, 0.3, HostLink.of(12), time_limit_s=600.0)
+    problem = at(graph, 0.2, HostLink.of(12), time_limit_s=600.0)
     monkeypatch.setattr(joint, "LARGE_CELLS", large_cells)
     monkeypatch.setattr(joint, "WINDOWS", 2)
+    around, asked = JointSearch._around, []
+    monkeypatch.setattr(JointSearch, "_around", lambda search, *of: asked.append(of) or around(search, *of))
     plans = [Ilp(effort=0.5).plan(problem)]
     clock = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: 7 * clock())  # everything seems to take seven times as long
     plans.append(Ilp(effort=0.5).plan(problem))
     assert plans[0] == plans[1]
+    assert len(asked) == 2, "one window a plan"
     assert not plans[0].cut_off
     mine, greedy = problem.timeline(plans[0]), problem.timeline(MuTwo().plan(problem))
     assert problem.fits(mine)
