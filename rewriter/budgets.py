@@ -84,10 +84,13 @@ def margin_of_a_plan_bytes(graph: Graph, limit_bytes: int, *, in_place: bool) ->
     return 0 if fits_as_it_is else margin_bytes(graph, limit_bytes)
 
 
-def over_budget(solution: Solution, limit_bytes: int, margin: int, *, elsewhere_bytes: int = 0) -> OverBudget:
+def over_budget(
+    solution: Solution, limit_bytes: int, margin: int, *, elsewhere_bytes: int = 0, beyond_bytes: int = 0
+) -> OverBudget:
     """The smallest peak found, the floor that no plan can go under with what it is made of, and what would help.
 
     `elsewhere_bytes` of the budget are taken by tensors that are no part of what was planned; `limit_bytes` are left.
+    By `beyond_bytes` plans before this one were measured above their predictions.
     """
     graph, found = solution.problem.graph, solution.timeline
     least = f"the smallest peak found is {human_bytes(found.peak_bytes)}" if found else solution.reason
@@ -96,6 +99,9 @@ def over_budget(solution: Solution, limit_bytes: int, margin: int, *, elsewhere_
     if solution.problem.most_reserved_bytes is not None and solution.held is not None:
         needed = solution.held.reserved_bytes
         least += f", for which the GPU's allocator holds {human_bytes(needed)} by simulation"
+    if beyond_bytes:
+        needed += beyond_bytes
+        least += f", and plans before it were measured {human_bytes(beyond_bytes)} above their predictions"
     enough = elsewhere_bytes + graph.start_bytes + math.ceil((needed - graph.start_bytes) / (1 - MARGIN))
     beside = f" beside {human_bytes(elsewhere_bytes)} of tensors outside of the plan" if elsewhere_bytes else ""
     helping = _help(graph, lowest, limit_bytes, whole_step=not elsewhere_bytes)

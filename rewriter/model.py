@@ -24,6 +24,7 @@ from profiler.tracing.ranks.replicated import planned_part, refuse_shards
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
 from profiler.tracing.ranks.torch_shards import reshard
 from profiler.workload import device_of
+from rewriter.budgets import OverBudget
 from rewriter.other_shapes import MOST_FORMS_BYTES
 from rewriter.proof import Verification
 from rewriter.settings import read_settings
@@ -71,6 +72,7 @@ class PlannedModel:
         self._settings = settings
         first, *self._others = ways_for(settings.kernels, dynamic=settings.dynamic)
         self._refusals: list[tuple[Way, str]] = []
+        self._over_budget: OverBudget | None = None  # of a way that had no plan small enough
         self._taken = first(model, settings)
 
     def __repr__(self) -> str:
@@ -143,6 +145,9 @@ class PlannedModel:
     def _take_next(self, refusal: Refused) -> None:
         """The next way, with a word about it; CaptureError with the reasons of all where there is none."""
         self._refusals.append((self.way, str(refusal)))
+        self._over_budget = self._over_budget or _over_budget(refusal)
+        if not self._others and self._over_budget is not None:
+            raise self._over_budget from refusal
         if not self._others:
             said = "; ".join(f"{way.value}: {why}" for way, why in self._refusals)
             raise CaptureError(
@@ -204,6 +209,10 @@ class PlannedModel:
     def save(self, path: str | Path) -> None:
         """Write the plan used last to a file that `checkpoint_model(..., plan=path)` reads; `.csv`: for people."""
         self._taken.save(path)
+
+
+def _over_budget(refusal: Refused) -> OverBudget | None:
+    return refusal.__cause__ if isinstance(refusal.__cause__, OverBudget) else None
 
 
 def _first_cause(error: BaseException) -> BaseException:

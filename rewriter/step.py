@@ -38,6 +38,10 @@ log = logging.getLogger("recompute_planner")
 
 MOST_MEASURED = 16  # graphs of which the times are kept for other shapes
 
+TO_DO_ABOUT_TURNS = (
+    ". Keep it a tensor (torch.where decides by one, and `return loss.item()` comes back live), pass it in the batch "
+    "as a Python number, or use checkpoint_model, which leaves the loop alive"
+)
 _OFTEN = 3  # so many new values of one entry of the batch, and the warning names it
 
 
@@ -81,7 +85,7 @@ class CheckpointedStep:
         self._new_entries: Counter[str] = Counter()  # how often a plain value of the batch was another
         self._new_numbers = 0  # how often a form was left because a number of the optimizer's had changed
         self._calls = 0
-        self._turns = Turns()
+        self._turns = Turns(advice=TO_DO_ABOUT_TURNS)
         self._ranks = ranks_of(workload.model, settings.process_group)
         if settings.process_group is not None:
             agree_on_parameters(self._ranks, workload.model)
@@ -105,7 +109,9 @@ class CheckpointedStep:
         others = [other for other in self._forms if other is not form]
         try:
             with self._ranks.watched():
-                return form.planned.run(batch)
+                result = form.planned.run(batch)
+            self._turns.passed()
+            return result
         except BrokenAssumption as broken:  # never with several ranks, none of which could turn round alone
             said = broken
         for other in others:
@@ -116,6 +122,7 @@ class CheckpointedStep:
             except BrokenAssumption:
                 continue
             self._use(other)
+            self._turns.passed()
             return result
         self._turns.note([said], batch)
         self._say_why([str(said)])

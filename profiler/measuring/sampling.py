@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,13 +34,11 @@ class _Sample:
 
 def sampled(graph: Graph, nodes: Sequence[fx.Node], *, device: torch.device) -> Graph:
     """The graph with times and workspaces of its ops; `nodes[op.id]` is what captured each, with concrete sizes."""
-    meter, samples = meter_for(device), dict[str, _Sample | None]()
+    meter = meter_for(device)
+    made = [sum(graph.storages[s].nbytes for s in graph.makes[op.id]) for op in graph.ops]
+    kinds = {_likeness(node): (node, made_bytes) for node, made_bytes in zip(nodes, made, strict=True)}
     with generators_kept(), below_autograd():
-        for op, node in zip(graph.ops, nodes, strict=True):
-            key = _likeness(node)
-            if key not in samples:
-                made = sum(graph.storages[s].nbytes for s in graph.makes[op.id])
-                samples[key] = _sample(node, made, meter)
+        samples = _samples(kinds, meter)
     known = [samples[_likeness(node)] for node in nodes]
     rate = _us_per_byte(graph, known)
     ops = tuple(
@@ -70,27 +68,44 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
-def _sample(node: fx.Node, made_bytes: int, meter: Meter) -> _Sample | None:
-    """None for an op that cannot be run by itself."""
+def _samples(kinds: Mapping[str, tuple[fx.Node, int]], meter: Meter) -> dict[str, _Sample | None]:
+    """What each kind of op takes; None for one that cannot be run by itself."""
+    runs = {key: node for key, (node, _) in kinds.items() if _runs_alone(node)}
+    with meter.memory_probe() as probe:  # once for all of them: it looks for garbage first, which takes a while
+        for node in runs.values():
+            probe.watch(_call(node))
+    found: dict[str, _Sample | None] = dict.fromkeys(kinds)
+    for (key, node), seen in zip(runs.items(), probe.samples(), strict=True):
+        workspace = max(0, seen.peak_bytes - seen.before_bytes - kinds[key][1])
+        found[key] = _Sample(_time_us(node, meter), workspace)
+    return found
+
+
+def _call(node: fx.Node) -> Callable[[], Any]:
+    """The op on made-up inputs."""
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _made_up)
+    return partial(target, *args, **kwargs)
+
+
+def _runs_alone(node: fx.Node) -> bool:
+    """Whether an op can be run on made-up inputs; it is warm then."""
     op = overload(node)
     if op is None or op.namespace not in ("aten", "prims"):
-        return None
+        return False
     try:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _made_up)
-        target: Any = node.target
-        call = partial(target, *args, **kwargs)
-        call()
-        with meter.memory_probe() as probe:
-            probe.watch(call)
-        watch = meter.stopwatch()
-        for _ in range(RUNS):
-            watch.lap(call)
+        _call(node)()
     except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
         log.info("%s (%s) is not measured but estimated: %s", node.name, node.target, str(error).splitlines()[0])
-        return None
-    (seen,) = probe.samples()
-    workspace = max(0, seen.peak_bytes - seen.before_bytes - made_bytes)
-    return _Sample(statistics.median(watch.laps_us()), workspace)
+        return False
+    return True
+
+
+def _time_us(node: fx.Node, meter: Meter) -> float:
+    watch, call = meter.stopwatch(), _call(node)
+    for _ in range(RUNS):
+        watch.lap(call)
+    return statistics.median(watch.laps_us())
 
 
 def _made_up(node: fx.Node) -> Any:

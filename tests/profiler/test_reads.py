@@ -278,14 +278,43 @@ def test_a_read_of_what_the_optimizer_wrote_is_put_back_with_the_parameters():
 # -- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_read_that_differs_ever_again_is_refused_with_both_ways_out():
-    turns, batch = Turns(), small.data()
+def test_a_read_that_differs_ever_again_is_refused_with_what_to_do():
+    turns, batch = Turns(advice=". Keep it a tensor"), small.data()
     for _ in range(Turns.MOST):
         turns.note([BrokenAssumption("what `x.item()` reads was 1 and is 2", "x.item()")], batch)
     turns.note([BrokenAssumption("another line", "y.item()")], batch)
     turns.note([BrokenAssumption("another shape", "x.item()")], (batch[0][:3], batch[1][:3]))
-    with pytest.raises(CaptureError, match=r"x.item\(\).*in the batch as a Python number.*checkpoint_model"):
+    with pytest.raises(CaptureError, match=r"x.item\(\).*captured one. Keep it a tensor"):
         turns.note([BrokenAssumption("what `x.item()` reads was 1 and is 3", "x.item()")], batch)
+
+
+def batch_of(rows):
+    return torch.zeros(rows, 6), torch.zeros(rows)
+
+
+def test_a_line_that_reads_ever_other_numbers_is_refused_whatever_the_shapes():
+    turns = Turns()
+    for i in range(Turns.MOST_NUMBERS):
+        turns.note([BrokenAssumption(f"it was {i} and is {i + 1}", "x.item()")], batch_of(i))
+        turns.passed()
+    with pytest.raises(CaptureError, match="4 further captures already"):
+        turns.note([BrokenAssumption("it was 8 and is 9", "x.item()")], batch_of(9))
+
+
+def test_a_flag_may_turn_once_at_each_of_many_shapes():
+    turns = Turns()
+    for i in range(20):
+        turns.note([BrokenAssumption("it was False and is True", "mask.all()")], batch_of(i))
+        turns.passed()
+
+
+def test_many_turns_with_no_step_between_them_are_refused_whatever_the_lines():
+    turns = Turns()
+    for i in range(Turns.MOST_IN_A_ROW):
+        turns.note([BrokenAssumption("it was False and is True", f"line {i}")], batch_of(4))
+        turns.note([], batch_of(5))  # another shape is no turn
+    with pytest.raises(CaptureError, match="such reads have led to 6 further captures already"):
+        turns.note([BrokenAssumption("it was False and is True", "one more")], batch_of(4))
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,21 @@ import rewriter
 from planner.errors import BudgetError, PlannerError, StrategyError
 from planner.simulator import simulate
 from profiler.measuring.meters import CpuMeter, peak_above_start
+from profiler.tracing.eager_ways.assumptions import Turns
 from rewriter import BackwardError, OverBudget, VerificationError, checkpoint_model
 from rewriter.model import ways_for
 from rewriter.proof import same_bits
+from rewriter.ways.blocks.way import BlockWise
 from rewriter.ways.common import Kernels, Refused, Way
 from rewriter.ways.compiled import backend, seams
 from rewriter.ways.compiled.backend import recompute
 from rewriter.ways.compiled.comparison import ROUNDING
+from rewriter.ways.compiled.dynamo_way import DynamoWay
 from rewriter.ways.compiled.graph_proof import prove_graph
 from rewriter.ways.compiled.inductor_way import Differences, InductorWay
 from rewriter.ways.compiled.options import OptionError
 from rewriter.ways.compiled.own_joint import captured
+from rewriter.ways.compiled.proving import RouteProofs
 from rewriter.ways.rehearsal import stop_watching
 
 WIDTH = 16
@@ -315,6 +319,47 @@ def test_a_budget_that_no_plan_meets_is_an_error_with_the_floor():
         planned(rows(64))
 
 
+def one_step(model):
+    model.zero_grad()
+    torch.manual_seed(0)
+    model(rows(64)).pow(2).mean().backward()
+
+
+def test_several_graphs_that_fit_no_plan_are_left_to_blocks_and_over_budget_stands_if_those_refuse(monkeypatch):
+    def over(*_):
+        raise OverBudget("No plan at all can go under 9 GiB")
+
+    monkeypatch.setattr(RouteProofs, "prove", over)
+    for class_ in (Broken, Bare):
+        _, planned = pair_of(class_)
+        checkpoint_model(planned, budget="90%", strategy="mutwo")
+        ways = iter([DynamoWay, BlockWise])
+        planned.planned._taken, planned.planned._others = next(ways)(planned, planned.planned._settings), [*ways]
+        one_step(planned)
+        with pytest.warns(UserWarning, match="planned by blocks and not by Dynamo.*9 GiB"):
+            one_step(planned)
+        if class_ is Broken:
+            one_step(planned)
+            assert planned.planned.way is Way.BLOCKS
+            assert planned.planned.verification.exact
+        else:
+            with pytest.raises(OverBudget, match="9 GiB"):
+                one_step(planned)
+
+
+class Bare(nn.Module):
+    """Nothing in it is a block, and it breaks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x):
+        x = (x @ self.weight).sin()
+        print(end="")
+        return (x @ self.weight).sin()
+
+
 def test_a_step_without_any_graph_is_refused_and_the_model_is_as_it_was():
     class Hidden(Whole):
         @torch._dynamo.disable
@@ -379,6 +424,43 @@ def test_another_graph_at_every_step_has_eagers_bits_and_no_watch_begins_where_o
         assert len(begun) == i // 2 + 1, "every other step ends a watch inside of Dynamo's record, and begins none"
     stop_watching()
     assert [watch.is_cut for watch in begun] == [True, True, True]
+
+
+class Routed(nn.Module):
+    """Numbers decide how many rows go where, and are others at every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.others = Block(), nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        x = self.first(x)
+        sizes = (x[:, 0] > x[:, 1]).long().bincount(minlength=2).tolist()
+        return torch.cat([block(part) for block, part in zip(self.others, x.split(sizes), strict=True)])
+
+
+class Counted(Routed):
+    """A number of the batch alone decides, and is another at every step."""
+
+    def forward(self, x):
+        count = int(x.abs().sum() * 1000) % 50 + 4
+        return self.others[0](self.first(x)) + self.others[1](x[:count]).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [Routed, Counted])
+def test_numbers_that_differ_at_every_step_end_own_capture_after_a_handful(make):
+    eager, planned = pair_of(make)
+    checkpoint_model(planned, budget="90%", strategy="mutwo")
+    captures = list[int]()
+    for i, count in enumerate([64, 64, 96, 64, 96, 64, 96, 64, 96]):
+        own = planned.planned.taken
+        batch = rows(count + i)[:count]
+        assert all(map(same_bits, stepped(eager, eager, batch, seed=i), stepped(planned, planned, batch, seed=i)))
+        captures += [own._captures] if planned.planned.way is Way.OWN_CAPTURE else []
+    assert planned.planned.way is not Way.OWN_CAPTURE
+    assert max(captures) <= 2 + Turns.MOST_NUMBERS
+    assert "further captures already" in planned.planned.refusals[0][1]
 
 
 class Kept(Broken):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -146,25 +146,46 @@ class _Copier:
 
 
 class Turns:
-    """How often the data led another way than they had, line by line; CaptureError where they do so ever again."""
+    """How often the data led another way than they had; CaptureError where they do so ever again.
+
+    That is for one line and one shape of the batch, for one line that reads ever other numbers whatever the shape, and
+    for many turns without a step in between that needed none.
+    """
 
     MOST = 2
+    MOST_NUMBERS = 4  # a flag has two
+    MOST_IN_A_ROW = 6
 
-    def __init__(self) -> None:
+    def __init__(self, *, advice: str = "") -> None:
+        self._advice = advice
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._said: dict[str, set[str]] = {}  # by line
+        self._in_a_row = 0
+
+    def passed(self) -> None:
+        """A step went by a form that was there."""
+        self._in_a_row = 0
 
     def note(self, broken: Sequence[BrokenAssumption], batch: Any) -> None:
         """A new form is about to be captured because of these reads."""
         shapes = repr([tuple(x.shape) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)])
+        self._in_a_row += bool(broken)
         for one in broken:
             self._counts[one.line, shapes] += 1
+            said = self._said.setdefault(one.line, set())
+            said.add(str(one))
             if self._counts[one.line, shapes] > self.MOST:
-                raise CaptureError(
-                    f"{one}, and it has led to {self.MOST} further captures already: a value that differs at nearly "
-                    "every step cannot be part of a captured one. Keep it a tensor (torch.where decides by one, and "
-                    "`return loss.item()` comes back live), pass it in the batch as a Python number, or use "
-                    "checkpoint_model, which leaves the loop alive"
-                )
+                self._refuse(one, further=self.MOST)
+            if len(said) > self.MOST_NUMBERS:
+                self._refuse(one, further=self.MOST_NUMBERS)
+            if self._in_a_row > self.MOST_IN_A_ROW:
+                self._refuse(one, further=self.MOST_IN_A_ROW, what="such reads have")
+
+    def _refuse(self, one: BrokenAssumption, *, further: int, what: str = "it has") -> NoReturn:
+        raise CaptureError(
+            f"{one}, and {what} led to {further} further captures already: a value that differs at nearly every step "
+            f"cannot be part of a captured one{self._advice}"
+        )
 
 
 # -- inside the graph -------------------------------------------------------------------------------------------------

@@ -6,15 +6,17 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from planner.errors import FileFormatError
+from planner.ir import Graph
 from planner.plan import Plan
 from planner.scaling import in_proportion
+from planner.simulator import unplanned
 from planner.solve import Problem, Solution, Status, solve, solve_if_needed
 from planner.units import human_bytes
 from profiler.measuring.restoring import Touched
@@ -23,7 +25,7 @@ from profiler.workload import device_of
 from rewriter.budgets import margin_of_a_plan_bytes, over_budget
 from rewriter.given_plan import GivenPlan
 from rewriter.pipeline import budget_bytes, proven
-from rewriter.proof import Verification, VerificationError, compare, observe
+from rewriter.proof import Observation, Verification, VerificationError, compare, observe
 from rewriter.telling import warn_caller
 from rewriter.ways.blocks.coarse_graph import BlockGraph, block_graph
 from rewriter.ways.blocks.form import BlockForm, Kind, sizes_of
@@ -36,6 +38,7 @@ from rewriter.ways.trials import trial
 
 log = logging.getLogger("recompute_planner")
 
+MUCH_MORE = 1.25  # times what was watched: estimates are off by less than that
 TRIES = 3  # plans for one form: each for less, by as much as the one before was measured over the budget
 
 
@@ -62,7 +65,6 @@ class Planner:
         self.settings = settings
         self.sizes = tuple(max(pair) for pair in zip(sizes_of(batch), rehearsed.sizes, strict=True))
         self.graphs = self._graphs()
-        self.eager: Any = None  # what the model as it was leaves behind, once it was seen
 
     def _graphs(self) -> list[BlockGraph]:
         """The step as graphs of blocks, from few large ones to many small ones, at the size that is asked for."""
@@ -74,7 +76,21 @@ class Planner:
                 "there are no blocks to recompute: none of its modules keeps anything for its backward that could be "
                 "computed again from what it is given"
             )
+        factor = max(factor, self._growth(found[0].graph))
         return found if factor == 1.0 else [replace(g, graph=in_proportion(g.graph, factor)) for g in found]
+
+    def _growth(self, watched: Graph) -> float:
+        """By how much more this step takes than the one that was watched: data may decide on sizes."""
+        if not self.settings.prove:
+            return 1.0
+        added_bytes = unplanned(watched, in_place=False).peak_bytes - watched.start_bytes
+        growth = self.eager.peak_bytes / max(1, added_bytes)
+        return growth if growth > MUCH_MORE else 1.0
+
+    @cached_property
+    def eager(self) -> Observation:
+        """What the model as it was leaves behind, and its peak."""
+        return self._seen(lambda batch: forward_of(self.model, *batch))
 
     def form(self, kind: Kind) -> BlockForm:
         """Planned and proven; planned for less where it was measured over the budget. OverBudget if nothing fits."""
@@ -102,17 +118,17 @@ class Planner:
         device, seconds = device_of(self.model), settings.time_limit_s / len(self.graphs)
         total = budget_bytes(self.graphs[0].graph, settings.budget, device)
         limit = total - elsewhere
-        margin = margin_of_a_plan_bytes(self.graphs[0].graph, limit, in_place=False) + less_bytes
-        given = self._given()
+        margin = margin_of_a_plan_bytes(self.graphs[0].graph, limit, in_place=False)
+        given, usable = self._given(), limit - margin - less_bytes
         for blocks in [given[0]] if given else self.graphs:
-            problem = Problem(graph=blocks.graph, budget_bytes=limit - margin, time_limit_s=seconds, in_place=False)
+            problem = Problem(graph=blocks.graph, budget_bytes=usable, time_limit_s=seconds, in_place=False)
             if given:
                 answers.append((blocks, solve(problem, given[1])))
             else:
                 answers.append((blocks, solve_if_needed(problem, settings.strategy, label=settings.label)))
         chosen, solution = min(answers, key=lambda answer: _rank(answer[1]))
         if solution.status is not Status.FITS:
-            raise over_budget(solution, limit, margin, elsewhere_bytes=elsewhere)
+            raise over_budget(solution, limit, margin, elsewhere_bytes=elsewhere, beyond_bytes=less_bytes)
         if settings.in_bytes:
             there = elsewhere + self.rehearsed.profile.gradient_bytes
             self.steps.check_fits(self.batch, total_bytes=total, elsewhere_bytes=there)
@@ -156,8 +172,6 @@ class Planner:
         if not self.settings.prove:
             return None
         assert form.solution.timeline is not None
-        if self.eager is None:
-            self.eager = self._seen(lambda batch: forward_of(self.model, *batch))
         planned = self._seen(lambda batch: form.run(self.model, *batch))
         found = compare(self.eager, planned, predicted_peak_bytes=form.solution.timeline.above_start_bytes)
         if not found.exact:
@@ -168,7 +182,7 @@ class Planner:
             )
         return found
 
-    def _seen(self, call: Callable[[Any], Any]) -> Any:
+    def _seen(self, call: Callable[[Any], Any]) -> Observation:
         own = (value for module in self.model.modules() for value in vars(module).values())
         generators = [value for value in own if isinstance(value, torch.Generator)]
         touched = Touched(model=self.model, optimizer=None, step=self.model, generators=generators)

@@ -29,8 +29,9 @@ class DynamoGraph:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether anything that it is given may get a gradient."""
-        return any(isinstance(s, Tensor) and s.requires_grad for s in self.stand_ins)
+        """Whether anything that it is given may get a gradient from what it returns."""
+        given = any(isinstance(s, Tensor) and s.requires_grad for s in self.stand_ins)
+        return given and any(isinstance(r, Tensor) and r.requires_grad for r in seams.returned(self.module))
 
     @property
     def device(self) -> torch.device:

@@ -22,6 +22,7 @@ from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.guards import Reach
 from profiler.tracing.joint import Template, as_it_was, detached
 from profiler.workload import NoOptimizer
+from rewriter.budgets import OverBudget
 from rewriter.proof import Verification
 from rewriter.telling import warn_caller
 from rewriter.ways.common import ModelSettings, Refused
@@ -84,10 +85,22 @@ class DynamoWay(CompiledWay):
             self._refuse_if_nothing_comes_of_it()
             self._mind_the_optimizer(model, batch)
             if call in self._facts and self.settings.prove and self._proofs.missing:
-                self._proofs.prove(model, self._facts[call], batch)
+                self._prove(model, call, batch)
         if call in self._facts:
             return self._run(batch)
         return self._rehearsed(model, call, batch)
+
+    def _prove(self, model: nn.Module, call: Call, batch: Any) -> None:
+        """The proof, which makes the plans.
+
+        Several graphs hand gradients over one by one, which takes memory: where nothing fits, another way still may.
+        """
+        try:
+            self._proofs.prove(model, self._facts[call], batch)
+        except OverBudget as error:
+            if all(len(key.graphs) == 1 for key in self._session.routes):
+                raise
+            raise Refused(str(error)) from error
 
     # -- running --------------------------------------------------------------------------------------------
 

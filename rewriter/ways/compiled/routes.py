@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,11 +56,15 @@ class Route:
         return [tensor for ref in self.given if (tensor := ref()) is not None]
 
     def numbers_like(self, first: Mapping[str, int]) -> tuple[Mapping[str, int], ...]:
-        """The symbols of all graphs where those of the first are `first`: what was equal then will be equal now."""
+        """The symbols of all graphs where those of the first are `first`.
+
+        What was equal then will be equal now; other numbers, on which data may decide, grow as the first graph's do.
+        """
         then = self.stops[0].numbers
         now = {number: first[name] for name, number in then.items()}
+        growth = math.prod(after / before for before, after in now.items() if before)
         return tuple(
-            {name: now.get(number, number) for name, number in stop.numbers.items()} if i else first
+            {name: now.get(number, math.ceil(growth * number)) for name, number in stop.numbers.items()} if i else first
             for i, stop in enumerate(self.stops)
         )
 

@@ -85,6 +85,12 @@ def stand_ins(module: fx.GraphModule) -> list[Any]:
     return [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
 
 
+def returned(module: fx.GraphModule) -> list[Any]:
+    """What a graph of Dynamo's returned when it was traced."""
+    (output,) = module.graph.find_nodes(op="output")
+    return [node.meta["example_value"] for node in output.all_input_nodes]
+
+
 def traced_on(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
     """The ops of `function(*inputs)`; the inputs are Dynamo's own stand-ins, symbols among them."""
     from torch._dispatch.python import enable_python_dispatcher

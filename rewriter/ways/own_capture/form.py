@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from planner.ir import Graph
 from planner.solve import Solution
 from profiler.tracing.calling_convention import BufferSlot, Convention, ParamSlot, ReturnOut
+from profiler.tracing.eager_ways.assumptions import BrokenAssumption
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.joint import (
     OUTSIDE,
@@ -70,6 +71,15 @@ class ModelForm:
             return ["the model's forward was replaced by another"]
         with without_saving_hooks():  # what the plan saves goes through them, as what the model saves would
             return self.convention.check(batch)
+
+    def broken(self, batch: Any) -> list[BrokenAssumption]:
+        """The reads that now give another value, if it is only they that keep this form from running."""
+        convention = self.convention
+        with without_saving_hooks():
+            others = forward_function(convention.model) is not self.forward or any(
+                convention.guards.mismatches(convention.optimizer, batch)
+            )
+            return [] if others else convention.broken(batch)
 
     @cached_property
     def _passage(self) -> Callable[[list[Any]], Passage]:

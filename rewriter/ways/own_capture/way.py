@@ -87,7 +87,7 @@ class OwnCapture(WayOfForms[ModelForm]):
                 return self._rehearsed(model, call, *batch)
             if any(fitting):
                 return self._run(self._forms[fitting.index(True)], model, call, batch)
-            form = self._new_form(model, batch, facts, ["a rank has another batch or model than was planned"], None)
+            form = self._new_form(model, batch, facts, ["a rank has another batch or model than was planned"], [])
             self._facts[call] = form.facts
             return self._run(form, model, call, batch)
 
@@ -165,12 +165,15 @@ class OwnCapture(WayOfForms[ModelForm]):
                 continue
             form = self._within_budget(form, model, batch)
             try:
-                return self._run(form, model, call, batch)
+                returned = self._run(form, model, call, batch)
+                self._turns.passed()
+                return returned
             except BrokenAssumption as error:
                 broken = broken or error
         if in_backward():
             return forward_of(model, *batch)
-        form = self._new_form(model, batch, facts, [str(broken)] if broken else wrong, broken)
+        reads = [broken] if broken else self._broken(facts, batch)
+        form = self._new_form(model, batch, facts, [str(broken)] if broken else wrong, reads)
         self._facts[call] = form.facts
         return self._run(form, model, call, batch)
 
@@ -218,6 +221,11 @@ class OwnCapture(WayOfForms[ModelForm]):
             return [f"other forwards hold {human_bytes(held)}, and {human_bytes(form.beside_bytes)} were left to them"]
         return form.mismatches(batch)
 
+    def _broken(self, facts: Facts | None, batch: Any) -> list[BrokenAssumption]:
+        """The reads by which alone a form does not fit, of the one used last that they keep away."""
+        alike = (form.broken(batch) for form in self._forms if form.facts == facts)
+        return next(filter(None, alike), [])
+
     def _run(self, form: ModelForm, model: nn.Module, call: Call, batch: Any) -> Any:
         def on_backward(seen: Seen) -> None:
             if is_graph_kept() and not self._company.keeps_graph:
@@ -258,14 +266,13 @@ class OwnCapture(WayOfForms[ModelForm]):
             )
 
     def _new_form(
-        self, model: nn.Module, batch: Any, facts: Facts | None, wrong: list[str], broken: BrokenAssumption | None
+        self, model: nn.Module, batch: Any, facts: Facts | None, wrong: list[str], broken: list[BrokenAssumption]
     ) -> ModelForm:
         if self._forms:
             log.info("the model is captured and planned anew, because %s", "; ".join(wrong[:2]))
         stop_watching()
         try:
-            if broken is not None:
-                self._turns.note([broken], batch)
+            self._turns.note(broken, batch)
             planner = self._planner(model, batch, facts)
             with without_saving_hooks():
                 form = planner.form(self._measured)
