@@ -22,7 +22,7 @@ from profiler.measuring.restoring import Touched
 from profiler.tracing.joint import as_it_was
 from profiler.tracing.ranks.replicated import planned_part, refuse_shards
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
-from profiler.tracing.ranks.torch_shards import reshard
+from profiler.tracing.ranks.torch_shards import refuse_part_of_shards, reshard
 from profiler.workload import device_of
 from rewriter.budgets import OverBudget
 from rewriter.other_shapes import MOST_FORMS_BYTES
@@ -112,6 +112,7 @@ class PlannedModel:
         """CaptureError for shards by a way in which each rank would choose alone what all must gather."""
         if self.way is not Way.OWN_CAPTURE:
             refuse_shards(model, by=self.way.value)
+        refuse_part_of_shards(model)
         reshard(model)
 
     def _by_a_way(self, *args: Any, **kwargs: Any) -> Any:

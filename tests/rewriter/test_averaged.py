@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from profiler.errors import CaptureError
 from rewriter import checkpoint
 from tests.ranks import assert_predicted, on_ranks, told_by
 from tests.rewriter.test_replicas import Net, batch_of, clipped, sgd
@@ -90,3 +91,19 @@ def _wrapped(rank: int) -> None:
 def test_a_wrapped_model_with_a_process_group_is_refused() -> None:
     for one in told_by(_wrapped):
         assert one.error.startswith("CaptureError: process_group is for a plain model")
+
+
+def _not_a_rank(rank: int) -> str:
+    group = dist.new_group([0])
+    if rank == 0:
+        return ""
+    try:
+        checkpoint(clipped, made(rank), None, batch_of(rank), budget="70%", process_group=group)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_that_is_no_rank_of_the_group_is_told_so() -> None:
+    _, second = on_ranks(_not_a_rank)
+    assert second.startswith("this process is no rank of process_group")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from profiler.errors import CaptureError
 from profiler.measuring.memory import live_bytes
 from rewriter import checkpoint_model, uncheckpoint
 from rewriter.ways.common import Way
@@ -157,6 +159,28 @@ def test_blocks_of_shards_in_a_plain_model_are_planned_and_a_ragged_batch_of_one
     for is_equal, forms in on_ranks(_ragged):
         assert is_equal
         assert forms == 2
+
+
+def _several_at_once(rank: int) -> tuple[list[str], str]:
+    """Two forwards before one backward, and a part of a sharded model that is planned by itself."""
+    model: Any = blocks_of_shards(rank, budget="90%")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            (model(torch.randn(64, 16)) + model(torch.randn(64, 16))).square().mean().backward()
+    whole: Any = fully_shard(blocks_of_shards(rank), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    checkpoint_model(whole[1], budget="90%")
+    try:
+        whole(torch.randn(64, 16))
+    except CaptureError as error:
+        return [str(one.message) for one in said], str(error)
+    return [], ""
+
+
+def test_several_forwards_of_shards_are_told_and_a_part_of_them_is_refused() -> None:
+    for said, refused in on_ranks(_several_at_once):
+        assert [words for words in said if "where eager adds them up first" in words]
+        assert refused.startswith("this model is a part of one that fully_shard was applied to")
 
 
 def _dies_in_a_step(rank: int) -> None:

@@ -105,6 +105,8 @@ def averaged(train_step: TrainStep, model: nn.Module, group: Any) -> TrainStep:
         raise CaptureError(
             "process_group is for a plain model: this one is wrapped, and its wrapper reduces gradients; leave one out"
         )
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise CaptureError("this process is no rank of process_group: call checkpoint() on the ranks of the group only")
     return Averaging(train_step, group)
 
 

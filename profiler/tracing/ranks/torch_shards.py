@@ -51,6 +51,20 @@ def is_sharded(model: nn.Module) -> bool:
     return module is not None and any(isinstance(m, module.FSDPModule) for m in model.modules())
 
 
+def refuse_part_of_shards(model: nn.Module) -> None:
+    """CaptureError for a sharded part of a sharded model: a trial of the part alone would let go of the whole."""
+    if not is_sharded(model):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    roots = [_state_of(module)._is_root for module in model.modules() if isinstance(module, FSDPModule)]
+    if False in roots and True not in roots:
+        raise CaptureError(
+            "this model is a part of one that fully_shard was applied to as well, which gathers and lets go for all of "
+            "its parts: plan the whole, checkpoint_model(whole_model, budget=...)"
+        )
+
+
 def sharded_units(model: nn.Module) -> list[ShardedUnit]:
     """What `fully_shard` was applied to, with the parameters of each."""
     from torch.distributed.fsdp import FSDPModule

@@ -19,6 +19,7 @@ from profiler.measuring.memory import OutOfMemory
 from profiler.measuring.meters import meter_for
 from profiler.tracing.eager_ways.assumptions import BrokenAssumption, Turns
 from profiler.tracing.joint import forward_of, in_backward, without_saving_hooks
+from profiler.tracing.ranks.torch_shards import is_sharded
 from profiler.workload import device_of
 from rewriter.agreement import ALONE, Ranks, ranks_of
 from rewriter.budgets import is_share
@@ -239,7 +240,16 @@ class OwnCapture(WayOfForms[ModelForm]):
 
     def _tell_of_sums(self, form: ModelForm) -> None:
         """Several forwards before one backward: eager adds up all gradients of a parameter one by one."""
-        if not self._company.forwards or not form.read_again or self._told_of_sums:
+        if not self._company.forwards or self._told_of_sums:
+            return
+        if is_sharded(self.model):
+            self._told_of_sums = True
+            warn_caller(
+                "the loop goes backward from several forwards of a sharded model at once: the plan reduces the "
+                "gradients of each over the ranks, where eager adds them up first, so that they may round otherwise. "
+                "Go backward after each forward, or call the model once with both batches, to have eager's bits"
+            )
+        if self._told_of_sums or not form.read_again:
             return
         self._told_of_sums = True
         named = ", ".join(form.read_again[:3]) + (", ..." if len(form.read_again) > 3 else "")
