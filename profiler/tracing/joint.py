@@ -22,6 +22,7 @@ from planner.ir import Graph, Op, Phase, Role
 from profiler.errors import CaptureError
 from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.fx_graphs.layouts import Layout
+from profiler.tracing.gradient_sums import mark_sums, parts_noted
 from profiler.tracing.ranks.torch_distributed import local
 from profiler.tracing.ranks.torch_shards import forward_with_gathers
 from profiler.workload import Workload
@@ -158,8 +159,9 @@ class ForwardAndBackward:
         tangents = outside([outputs[i] for i in self.used], others, strides)
         differentiated = [tensors[i] for i in self.used]
         asked = wanted(model, batch)
-        with without_hooks(asked):
+        with without_hooks(asked), parts_noted(differentiated, asked) as parts:
             gradients = torch.autograd.grad(differentiated, asked, tangents, allow_unused=True)
+        mark_sums(parts, gradients)
         return list(outputs.values()), list(map(local, gradients))
 
 

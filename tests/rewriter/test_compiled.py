@@ -27,7 +27,6 @@ from rewriter.ways.compiled.dynamo_way import DynamoWay
 from rewriter.ways.compiled.graph_proof import prove_graph
 from rewriter.ways.compiled.inductor_way import Differences, InductorWay
 from rewriter.ways.compiled.options import OptionError
-from rewriter.ways.compiled.own_joint import captured
 from rewriter.ways.compiled.proving import RouteProofs
 from rewriter.ways.rehearsal import stop_watching
 
@@ -514,27 +513,6 @@ def test_what_dynamo_cannot_prove_goes_on_by_another_way_with_eagers_losses(make
     planned = make().train()
     checkpoint_model(planned, budget="95%", strategy="mutwo")
     assert all(map(same_bits, losses_of(eager), losses_of(planned)))
-
-
-def test_an_input_that_is_read_apart_gets_a_gradient_for_each_read():
-    def graph(x, w):
-        return ((x @ w).relu() @ w,)
-
-    module = torch.fx.symbolic_trace(graph)
-    x, w = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True)
-    own = captured(module, [x, w], name="twice", apart=[1])
-    assert own.ends.receivers == (1, 1)
-    assert captured(module, [x, w], name="once").ends.receivers == (1,)
-
-
-def test_another_name_for_an_input_is_read_apart_as_well():
-    def graph(x):
-        same = x.to(torch.float32)
-        return (x + same.pow(2) * same,)
-
-    x = torch.randn(3, requires_grad=True)
-    own = captured(torch.fx.symbolic_trace(graph), [x], name="renamed", apart=[0])
-    assert own.ends.receivers == (0, 0, 0)
 
 
 def test_inductor_computes_what_the_plan_saves_and_its_peak_is_measured():

@@ -159,27 +159,6 @@ def test_two_forwards_with_one_backward_and_gradients_of_inputs():
     assert all(map(same_bits, of_inputs(eager), of_inputs(planned)))
 
 
-class Tied(TwoHeads):
-    """One matrix at two places."""
-
-    def __init__(self):
-        super().__init__()
-        self.body[2][0].weight = self.body[1][0].weight
-
-
-def test_gradients_that_several_forwards_sum_otherwise_than_eager_are_told_before(recwarn):
-    told = {}
-    for make in (TwoHeads, Tied):
-        _, planned = pair_of(make)
-        for i in range(3):
-            (planned(ROWS + i)["left"].sum() + planned(ROWS)["left"].pow(2).sum()).backward()
-        told[make] = [str(w.message) for w in recwarn.list if "sums such gradients" in str(w.message)]
-        recwarn.clear()
-    assert told[TwoHeads] == []
-    (said,) = told[Tied]
-    assert "reads body.1.0.weight several times" in said
-
-
 def test_torch_autograd_grad_gets_what_it_asks_for(network):
     found = []
     for model in network:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,17 +44,12 @@ class DynamoGraph:
     def joint(
         self,
         used: frozenset[int] | None,
-        apart: Collection[int] = (),
         layouts: Mapping[int, Layout] | None = None,
     ) -> OwnJoint:
-        """Its forward and backward, for these outputs and with these inputs' gradients one by one."""
-        key = used, frozenset(apart), frozenset((layouts or {}).items())
+        """Its forward and backward, for these outputs."""
+        key = used, frozenset((layouts or {}).items())
         if key not in self._joints:
             self._joints[key] = captured(
-                self.module, self.stand_ins, name=f"graph {self.index}", used=used, apart=key[1], layouts=layouts
+                self.module, self.stand_ins, name=f"graph {self.index}", used=used, layouts=layouts
             )
         return self._joints[key]
-
-    def on_the_tape(self) -> frozenset[int]:
-        """Inputs that something has computed: others may have read them."""
-        return frozenset(i for i, s in enumerate(self.stand_ins) if isinstance(s, Tensor) and not s.is_leaf)

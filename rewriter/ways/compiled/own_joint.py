@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,7 @@ from profiler.tracing.fx_graphs.cleaning import clean
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.fx_graphs.provenance import Stamper
 from profiler.tracing.fx_graphs.typed_graph import Port, lift
+from profiler.tracing.gradient_sums import mark_sums, parts_noted
 from profiler.tracing.joint import kept_for_another_backward, outside
 from rewriter.ways.compiled import seams
 from rewriter.ways.compiled.partitioning import JointGraph
@@ -82,16 +83,13 @@ def captured(
     *,
     name: str,
     used: Collection[int] | None = None,
-    apart: Collection[int] = (),
     layouts: Mapping[int, Layout] | None = None,
 ) -> OwnJoint:
     """The joint graph of `module`; `used` are the outputs that get gradients (None: all), CaptureError where it fails.
 
     `layouts` are those of gradients that do not lie in memory like the outputs that they are for.
-    `apart` are inputs that other graphs read too: where this one reads them several times, each time has a gradient of
-    its own, so that the engine adds them up one by one, in eager's order.
     """
-    tracing = _Tracing(module, used, apart, layouts or {})
+    tracing = _Tracing(module, used, layouts or {})
     try:
         traced = seams.traced_on(tracing.run, stand_ins)
     except CaptureError:
@@ -128,13 +126,11 @@ class _Tracing:
         self,
         module: fx.GraphModule,
         used: Collection[int] | None,
-        apart: Collection[int],
         layouts: Mapping[int, Layout],
     ) -> None:
         self.module = module
         self.layouts = layouts
         self.wanted_use = used
-        self.apart = apart
         self.stamper = _PlacedStamper(module)
         self.returned: list[Any] = []
         self.trainable: tuple[int, ...] = ()
@@ -150,8 +146,7 @@ class _Tracing:
             # Only these: what needs no gradient knows more of itself (the number that it holds) than a copy would.
             wants = [isinstance(i, Tensor) and i.requires_grad for i in inputs]
             leaves = [i.detach().requires_grad_() if want else i for i, want in zip(inputs, wants, strict=True)]
-            forward = _Forward(self.module, self.stamper, {i: leaves[i] for i in self.apart})
-            tensors = self._sorted(forward.run(*leaves))
+            tensors = self._sorted(_Forward(self.module, self.stamper).run(*leaves))
             self.used = tuple(i for i in self.trainable if self.wanted_use is None or i in self.wanted_use)
             if not self.used:
                 raise CaptureError("the graph returns no tensor that a loss could be differentiated through")
@@ -159,21 +154,15 @@ class _Tracing:
             others = [output for i, output in enumerate(outputs) if i not in self.used]
             strides = [n for i in self.used for n in self._strides(i, outputs[i])]
             tangents = outside([outputs[i] for i in self.used], others, strides)
-            wanted = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            wanted += forward.reads
-            arrived = list[int]()
-            for number, (_, leaf) in enumerate(wanted):
-                leaf.register_hook(partial(_note, arrived, number))  # type: ignore[no-untyped-call]
-            with self.stamper.backward():
-                gradients = torch.autograd.grad(
-                    [tensors[i] for i in self.used], [leaf for _, leaf in wanted], tangents, allow_unused=True
-                )
-        # Of several gradients of one input the engine adds up what comes first, first.
-        came = {number: moment for moment, number in enumerate(arrived)}
-        found = [(wanted[k][0], came.get(k, -1), g) for k, g in enumerate(gradients) if g is not None]
-        found.sort(key=lambda one: one[:2])
-        self.receivers = [i for i, _, _ in found]
-        return [*outputs, *(gradient for _, _, gradient in found)]
+            differentiated = [tensors[i] for i in self.used]
+            wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            asked = [leaves[i] for i in wanted]
+            with self.stamper.backward(), parts_noted(differentiated, asked) as parts:
+                gradients = torch.autograd.grad(differentiated, asked, tangents, allow_unused=True)
+            mark_sums(parts, gradients)
+        found = [(i, gradient) for i, gradient in zip(wanted, gradients, strict=True) if gradient is not None]
+        self.receivers = [i for i, _ in found]
+        return [*outputs, *(gradient for _, gradient in found)]
 
     def _strides(self, i: int, output: Tensor) -> Sequence[int]:
         layout = self.layouts.get(i)
@@ -196,41 +185,16 @@ class _Tracing:
         return found
 
 
-def _note(arrived: list[int], number: int, _: Tensor) -> None:
-    arrived.append(number)
-
-
 class _Forward(fx.Interpreter):
-    """Runs a graph of Dynamo's; an input that is read apart has another leaf at each read."""
+    """Runs a graph of Dynamo's, and tells the stamper where its nodes come from."""
 
-    def __init__(self, module: fx.GraphModule, stamper: _PlacedStamper, apart: dict[int, Any]) -> None:
+    def __init__(self, module: fx.GraphModule, stamper: _PlacedStamper) -> None:
         super().__init__(module)
         self.stamper = stamper
-        inputs = module.graph.find_nodes(op="placeholder")
-        self.apart = {inputs[i]: i for i, leaf in apart.items() if isinstance(leaf, Tensor) and leaf.requires_grad}
-        self.reads: list[tuple[int, Tensor]] = []
 
     def run_node(self, n: fx.Node) -> Any:
         self.stamper.place = (seams.module_path(n), str(n.meta.get("source_line", "")))
-        before = len(self.reads)
-        result = super().run_node(n)
-        for i, alias in self.reads[before:]:
-            if (
-                result is alias and n.op != "output"
-            ):  # another name for the input (`to` its own type): read apart as well
-                self.apart[n] = i
-        return result
-
-    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        def load(source: fx.Node) -> Any:
-            value = self.env[source]
-            if source not in self.apart or n.op == "output":
-                return value
-            alias = value.detach().requires_grad_()
-            self.reads.append((self.apart[source], alias))
-            return alias
-
-        return fx.node.map_arg(args, load)
+        return super().run_node(n)
 
 
 def _lifted(traced: fx.GraphModule, tracing: _Tracing, stand_ins: Sequence[Any], name: str) -> OwnJoint:

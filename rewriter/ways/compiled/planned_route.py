@@ -156,10 +156,8 @@ class PlannedRoute:
     def own_joint(self, call: int) -> OwnJoint:
         """The joint graph of a call, as this route uses it."""
         graph = self.graphs[call]
-        # Who else reads an input of one graph among several is not known: eager code between them may.
-        apart = range(len(graph.stand_ins)) if len(self.graphs) > 1 else graph.on_the_tape()
         stop = self.route.stops[call]
-        return graph.joint(stop.used, apart, stop.layouts)
+        return graph.joint(stop.used, stop.layouts)
 
     def nested(self, numbers: Sequence[Mapping[str, int]]) -> Nested:
         """All calls that have a backward as one graph, at these sizes."""

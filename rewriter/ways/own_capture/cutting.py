@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
-from profiler.ops import memory_of
+from profiler.ops import memory_of, written
+from profiler.tracing.gradient_sums import SUM
 from profiler.tracing.joint import OUTSIDE
 
 # Gradients leave a backward in about so many portions: as many as eager's would, as far as memory is concerned.
 STAGES = 16
+# ... and parts that are added to others, which the engine does at the end of a portion, in so many more at most.
+STAGES_OF_PARTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +28,7 @@ class Stage:
     """
 
     run: Callable[[list[Any]], tuple[list[Any], list[Any]]]
-    gradients: tuple[int, ...]  # which of the step's gradients it completes
+    gradients: tuple[int, ...]  # which of the step's gradients it makes; where one is a sum, a part of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +55,60 @@ def take(carried: list[Any], index: int) -> Any:
     return taken
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Portion:
+    """Nodes of the backward that run together, and what is handed over after them: of which gradient, and its node."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    handed: list[tuple[int, Any]] = field(default_factory=list)
+
+
 class _Cutter:
     """One module's nodes, sorted into the two halves."""
 
     def __init__(self, module: fx.GraphModule, gradients: Sequence[int], stages: int) -> None:
         self.module = module
-        nodes = list(module.graph.nodes)
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        nodes = list(graph.nodes)
         (turn,) = [i for i, node in enumerate(nodes) if node.target is OUTSIDE]
-        self.inputs = module.graph.find_nodes(op="placeholder")
+        self.inputs = graph.find_nodes(op="placeholder")
         self.early = [node for node in nodes[:turn] if node.op == "call_function"]
         self.late = [node for node in nodes[turn + 1 :] if node.op == "call_function"]
-        (output,) = module.graph.find_nodes(op="output")
+        (output,) = graph.find_nodes(op="output")
         late = set(gradients)
         self.returned = [node for i, node in enumerate(output.args[0]) if i not in late]
-        self.gradients = [output.args[0][i] for i in gradients]
+        self.parts = self._taken_apart([output.args[0][i] for i in gradients])
         self.outside = nodes[turn]
         self.tangents = [node for node in self.late if node.args and node.args[0] is self.outside]
         self.late = [node for node in self.late if node not in set(self.tangents)]
         self.stage_count = stages
 
+    def _taken_apart(self, gradients: Sequence[Any]) -> list[list[Any]]:
+        """Per gradient its parts, in the order in which they are added up; nothing here adds them any more."""
+        apart, sums = [[gradient] for gradient in gradients], set[fx.Node]()
+        for parts in apart:
+            while isinstance(total := parts[0], fx.Node) and SUM in total.meta and len(total.users) == 1:
+                sums.add(total)
+                parts[:1] = total.args[:2]
+        self.late = [node for node in self.late if node not in sums]
+        copies = self._copies({part for parts in apart if len(parts) > 1 for part in parts})
+        return [[copies.get(part, part) for part in parts] if len(parts) > 1 else parts for parts in apart]
+
+    def _copies(self, parts: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """A copy of each part that somebody may write over, or owns, before it is added: it is made at once."""
+        made, readers = set(self.late), _readers(self.late)
+        copies: dict[fx.Node, fx.Node] = {}
+        for part in parts:
+            if part not in made or readers[memory_of(part.meta["val"])._cdata]:
+                copies[part] = part.graph.call_function(torch.ops.aten.clone.default, (part,))
+                copies[part].meta = dict(part.meta)
+        behind = [[node, copies[node]] if node in copies else [node] for node in self.late]
+        self.late = [copy for part, copy in copies.items() if part not in made] + [n for pair in behind for n in pair]
+        return copies
+
     def halves(self) -> Halves:
-        read = self._read_by(self.late, self.gradients)
+        read = self._read_by(self.late, [part for parts in self.parts for part in parts])
         saved = [node for node in self.early if node in read]
         saved_inputs = [node for node in self.inputs if node in read]
         forward = self._module([*self.inputs], self.early, ([*self.returned], saved))
@@ -92,40 +130,48 @@ class _Cutter:
     # -- stages ---------------------------------------------------------------------------------------------
 
     def _stages(self, carried: list[Any]) -> tuple[Stage, ...]:
-        stages: list[Stage] = []
-        rest, missing = list(self.late), dict(enumerate(self.gradients))
-        for nodes, gradients in self._portions():
-            rest = rest[len(nodes) :]
-            missing = {i: node for i, node in missing.items() if i not in gradients}
-            read = self._read_by(rest, [*missing.values()])
-            next_carried = [node for node in (*carried, *nodes) if node is not None and node in read]
-            run = self._stage(carried, nodes, [self.gradients[i] for i in gradients], next_carried)
-            stages.append(Stage(run=run, gradients=tuple(gradients)))
-            carried = next_carried
+        stages, portions = list[Stage](), self._portions()
+        last: dict[Any, int] = {}  # the portion that reads a node last, or hands it over
+        for number, portion in enumerate(portions):
+            handed = [node for _, node in portion.handed]
+            last |= dict.fromkeys(self._read_by(portion.nodes, handed), number)
+        for number, portion in enumerate(portions):
+            following = [node for node in (*carried, *portion.nodes) if last.get(node, -1) > number]
+            run = self._stage(carried, portion.nodes, [node for _, node in portion.handed], following)
+            stages.append(Stage(run=run, gradients=tuple(i for i, _ in portion.handed)))
+            carried = following
         return tuple(stages)
 
-    def _portions(self) -> list[tuple[list[fx.Node], list[int]]]:
-        """The backward's nodes in order, in portions, with the gradients that are complete at the end of each."""
-        wanted: dict[fx.Node | None, list[int]] = {}
-        for i, node in enumerate(self.gradients):
-            wanted.setdefault(node if isinstance(node, fx.Node) else None, []).append(i)
-        made = set(self.late)
-        at_once = [i for node, indices in wanted.items() if node not in made for i in indices]
-        nbytes = {node: _nbytes(node) for node in wanted if node in made}
-        enough = max(1, sum(nbytes.values()) // self.stage_count)
+    def _portions(self) -> list[_Portion]:
+        """The backward's nodes in order, in portions, with what of gradients is there at the end of each."""
+        due = self._due()
+        nbytes = {node: _nbytes(node) for handed in due.values() for _, node in handed if isinstance(node, fx.Node)}
+        firsts = [parts[0] for parts in self.parts]
+        enough = max(1, sum(nbytes.get(node, 0) for node in firsts) // self.stage_count)
+        added = [node for parts in self.parts for node in parts[1:]]
+        enough = max(enough, sum(nbytes[node] for node in added) // STAGES_OF_PARTS)
         # The first runs nothing: the engine holds the tangents until it is over, and then only the stages do.
-        portions: list[tuple[list[fx.Node], list[int]]] = [([], at_once), ([], [])]
+        portions = [_Portion(handed=due.pop(None, [])), _Portion()]
         portion_bytes = 0
         for node in self.late:
-            nodes, gradients = portions[-1]
-            nodes.append(node)
-            if node in nbytes:
-                gradients += wanted[node]
-                portion_bytes += nbytes[node]
+            portions[-1].nodes.append(node)
+            portions[-1].handed.extend(due.get(node, ()))
+            portion_bytes += sum(nbytes[part] for _, part in due.get(node, ()))
             if portion_bytes >= enough and node is not self.late[-1]:
-                portions.append(([], []))
+                portions.append(_Portion())
                 portion_bytes = 0
         return portions
+
+    def _due(self) -> dict[fx.Node | None, list[tuple[int, Any]]]:
+        """After which node (None: at once) what is handed over: as soon as it is made, but parts in their order."""
+        place = {node: i for i, node in enumerate(self.late)}
+        due: dict[fx.Node | None, list[tuple[int, Any]]] = {}
+        for i, parts in enumerate(self.parts):
+            latest = -1
+            for part in parts:
+                latest = max(latest, place.get(part, -1))
+                due.setdefault(self.late[latest] if latest >= 0 else None, []).append((i, part))
+        return due
 
     def _stage(
         self,
@@ -178,5 +224,20 @@ def _compiled(module: fx.GraphModule, graph: fx.Graph, name: str) -> Callable[..
     return forward  # without what a call of a module does around it, stage by stage
 
 
-def _nbytes(node: fx.Node | None) -> int:
-    return 0 if node is None else memory_of(node.meta["val"]).nbytes()
+def _nbytes(node: fx.Node) -> int:
+    return memory_of(node.meta["val"]).nbytes()
+
+
+def _readers(nodes: Sequence[fx.Node]) -> Counter[int]:
+    """By memory: how many nodes read it, or write to it, that are no mere views of it."""
+    found = Counter[int]()
+    for node in nodes:
+        own = _memory(node)
+        read = {_memory(source) for source in node.all_input_nodes}
+        found.update(memory for memory in read if memory is not None and (memory != own or written(node)))
+    return found
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return memory_of(value)._cdata if isinstance(value, torch.Tensor) else None

@@ -13,11 +13,10 @@ from torch.utils import _pytree as pytree
 
 from planner.ir import Graph
 from planner.solve import Solution
-from profiler.tracing.calling_convention import BufferSlot, Convention, ParamSlot, ReturnOut
+from profiler.tracing.calling_convention import BufferSlot, Convention, ReturnOut
 from profiler.tracing.eager_ways.assumptions import BrokenAssumption
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.joint import (
-    OUTSIDE,
     ForwardAndBackward,
     given,
     wanted,
@@ -52,18 +51,6 @@ class ModelForm:
     @property
     def convention(self) -> Convention:
         return self.ready.traced.convention
-
-    @cached_property
-    def read_again(self) -> tuple[str, ...]:
-        """The parameters that the forward reads several times: the plan sums their gradients, one for each forward."""
-        graph = self.ready.traced.module.graph
-        (turn,) = (node for node in graph.nodes if node.target is OUTSIDE)
-        inputs = zip(self.convention.inputs, graph.find_nodes(op="placeholder"), strict=True)
-        return tuple(
-            slot.name
-            for slot, node in inputs
-            if isinstance(slot, ParamSlot) and sum(user < turn for user in node.users) > 1
-        )
 
     def mismatches(self, batch: Any) -> list[str]:
         """What is not as this form assumes; empty where it may run."""

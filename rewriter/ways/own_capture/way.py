@@ -233,30 +233,20 @@ class OwnCapture(WayOfForms[ModelForm]):
                 self._expect(replace(self._company, keeps_graph=True))
             self._check_facts(call, seen)
 
-        self._tell_of_sums(form)
+        self._tell_of_sums()
         returned = form.run(model, batch, on_backward=on_backward, on_forward=self._alive.add)
         self._forms = [form, *(other for other in self._forms if other is not form)]
         return returned
 
-    def _tell_of_sums(self, form: ModelForm) -> None:
-        """Several forwards before one backward: eager adds up all gradients of a parameter one by one."""
-        if not self._company.forwards or self._told_of_sums:
-            return
-        if is_sharded(self.model):
-            self._told_of_sums = True
-            warn_caller(
-                "the loop goes backward from several forwards of a sharded model at once: the plan reduces the "
-                "gradients of each over the ranks, where eager adds them up first, so that they may round otherwise. "
-                "Go backward after each forward, or call the model once with both batches, to have eager's bits"
-            )
-        if self._told_of_sums or not form.read_again:
+    def _tell_of_sums(self) -> None:
+        """Several forwards of shards before one backward: eager reduces the sum of their gradients, once."""
+        if not self._company.forwards or self._told_of_sums or not is_sharded(self.model):
             return
         self._told_of_sums = True
-        named = ", ".join(form.read_again[:3]) + (", ..." if len(form.read_again) > 3 else "")
         warn_caller(
-            f"the loop goes backward from several forwards at once, and the model reads {named} several times in each: "
-            "the plan sums such gradients forward by forward, where eager adds them one by one, so that they may round "
-            "otherwise. Go backward after each forward, or call the model once with both batches, to have eager's bits"
+            "the loop goes backward from several forwards of a sharded model at once: the plan reduces the gradients "
+            "of each over the ranks, where eager adds them up first, so that they may round otherwise. Go backward "
+            "after each forward, or call the model once with both batches, to have eager's bits"
         )
 
     def _count_the_living(self) -> None:
