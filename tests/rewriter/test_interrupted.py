@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.tracing.joint import as_it_was
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from rewriter import checkpoint, checkpoint_model
 
@@ -71,10 +72,10 @@ class Training:
             len(self.log),
             self.counts["hook"],
         )
-        generators = torch.get_rng_state().tolist(), random.getstate()
+        drawn = torch.get_rng_state().tolist()
         modes = len(_python_dispatch._get_current_dispatch_mode_stack()), torch.is_grad_enabled(), sys.gettrace()
         patches = torch.autograd.backward, torch.optim.AdamW.step, signal.getsignal(signal.SIGINT)
-        return state, groups, own, values, grads, kept, generators, modes, patches
+        return state, groups, own, values, grads, kept, drawn, random.getstate(), modes, patches
 
 
 class Copies:
@@ -82,11 +83,12 @@ class Copies:
 
     A boundary is where a function of a file of `interrupted` is called for the first time, or one of `failing` returns;
     of those in `each_time`, any time. Only what runs `within` a function of that name counts. What puts back gets no
-    errors: they would be its own.
+    errors: they would be its own. `after` is what is there where an error was none in the end, since there is another
+    way: one step, or what was asked for, has been.
     """
 
-    def __init__(self, training, *, interrupted, failing=(), each_time=(), within=""):
-        self.training, self.before = training, training.everything()
+    def __init__(self, training, *, interrupted, failing=(), each_time=(), within="", after=None):
+        self.training, self.before, self.after = training, training.everything(), after
         self.files = {"call": interrupted, "return": failing}
         self.each_time, self.within = each_time, within
         self.count, self.failures = 0, []
@@ -145,7 +147,8 @@ class Copies:
         try:
             if event == "call" and not isinstance(raised, KeyboardInterrupt):
                 told.append(f"the interrupt did not come through, but {raised!r}")
-            pairs = zip(self.before, self.training.everything(), strict=True)
+            expected = self.after if raised is None and self.after is not None else self.before
+            pairs = zip(expected, self.training.everything(), strict=True)
             told += [f"after {raised!r}, {was!s:.500} became {now!s:.500}" for was, now in pairs if was != now]
         except BaseException as error:
             told.append(repr(error))
@@ -181,10 +184,17 @@ def test_an_interrupt_or_an_error_at_each_boundary_of_a_step_leaves_every_bit():
     assert copies.count > 200
 
 
-def test_an_interrupt_at_each_boundary_of_a_model_leaves_every_bit():
-    copies = Copies(Training("model"), interrupted=OF_MODELS, within="_new_form")
+@pytest.mark.filterwarnings("ignore:this model is planned by")
+def test_an_interrupt_or_an_error_at_each_boundary_of_a_model_leaves_every_bit():
+    Training("model").prepare()  # what is made once and kept is made now
+    eager = Training("model")
+    as_it_was(eager.model, eager.batch[:1], {})
+    after = eager.everything()  # an error of tracing is a refusal: then the forward has been, once, by the next way
+    # Each refusal takes the time of Dynamo: of what runs while tracing, errors in one file are enough.
+    failing = (OF_MODELS | STAGES) - {"joint.py", "passes.py"}
+    copies = Copies(Training("model"), interrupted=OF_MODELS, failing=failing, within="_new_form", after=after)
     assert copies.prepare() == []
-    assert copies.count > 30
+    assert copies.count > 150
 
 
 class Stumbling:
