@@ -237,7 +237,7 @@ class _Pass:
             return begin_us
         at = self.order.index(launch)
         group = self._feeding(launch, at)
-        more_bytes = self.graph.storages[work.storage].nbytes + piece.op.workspace_bytes
+        more_bytes = self.graph.storages[work.storage].nbytes + piece.op.workspace_bytes + self._made_bytes(group)
         sources = {self.graph.values[v].storage for i in group for v in self.pieces[i].op.inputs}
         to = at
         while to > 0 and starts[self.order[to]] > begin_us:
@@ -250,7 +250,7 @@ class _Pass:
         return begin_us
 
     def _feeding(self, launch: int, at: int) -> list[int]:
-        """The launch, and before it the views that it reads."""
+        """The launch, and before it the views that it reads, or what they are collected in."""
         group, wanted = [launch], set(self.pieces[launch].op.inputs)
         for position in range(at - 1, -1, -1):
             piece = self.pieces[self.order[position]]
@@ -258,11 +258,16 @@ class _Pass:
                 if at - position > _FEEDING_REACH:
                     break
                 continue
-            if not piece.makes_nothing(self.graph) or piece.freed:
+            if piece.freed or not (piece.makes_nothing(self.graph) or _collects(piece)):
                 break
             group.insert(0, self.order[position])
             wanted = (wanted - set(piece.op.outputs)) | set(piece.op.inputs)
         return group
+
+    def _made_bytes(self, group: list[int]) -> int:
+        """What the pieces before a launch make for it."""
+        made = {s for i in group[:-1] for s in self.graph.makes[self.pieces[i].op.id]}
+        return sum(self.graph.storages[s].nbytes for s in made)
 
     def _may_pass(self, other: int, made: int, sources: set[int], group: list[int]) -> bool:
         if other in group:
@@ -282,6 +287,11 @@ class _Pass:
         self.order[to : at + 1] = [*inside, *stay]
         before = max((peaks[i] for i in stay[:1]), default=0)
         self.peaks[to : at + 1] = [before + more_bytes for _ in inside] + [peaks[i] + more_bytes for i in stay]
+
+
+def _collects(piece: Piece) -> bool:
+    """Whether a piece only puts what several tensors have side by side, for one collective."""
+    return piece.op.target.startswith("aten.cat.") and not piece.written and not piece.before and not piece.after
 
 
 _FEEDING_REACH = 64  # pieces: a view of a shard stands just before its gather

@@ -73,6 +73,44 @@ def test_gathers_are_launched_while_the_block_before_computes() -> None:
     assert after.peak_bytes <= before.peak_bytes + WHOLE
 
 
+def collected() -> Graph:
+    """An op, then a gather of what several shards have side by side, and an op that reads it."""
+    work = Collective(kind=CollectiveKind.ALL_GATHER, group="g", ranks=4, nbytes=WHOLE, storage=4)
+    sizes = (SHARD, 10, 10, SHARD, WHOLE, 10)
+    roles = (Role.PARAM, Role.INPUT, Role.TEMP, Role.TEMP, Role.TEMP, Role.OUTPUT)
+    return Graph(
+        name="collected",
+        ops=(
+            op(0, "before", (1,), (2,), WORK_US),
+            op(1, "aten.cat.default", (0,), (3,)),
+            op(2, "gather", (3,), (4,), collective=work),
+            op(3, "wait", (4, 3), (5,), SEND_US, collective=replace(work, waits=True)),
+            op(4, "use", (5, 2), (6,), WORK_US),
+        ),
+        values=(
+            Value(id=0, name="shard", storage=0),
+            Value(id=1, name="x", storage=1),
+            Value(id=2, name="between", storage=2, producer=0),
+            Value(id=3, name="flat", storage=3, producer=1),
+            Value(id=4, name="whole", storage=4, producer=2),
+            Value(id=5, name="waited", storage=4, producer=3, base=4),
+            Value(id=6, name="out", storage=5, producer=4),
+        ),
+        storages=tuple(
+            Storage(id=i, nbytes=nbytes, role=role) for i, (nbytes, role) in enumerate(zip(sizes, roles, strict=True))
+        ),
+        outputs=(6,),
+    ).validate()
+
+
+def test_what_is_collected_for_a_gather_moves_with_its_launch() -> None:
+    graph = collected()
+    schedule = unplanned_schedule(graph)
+    order = overlapping(graph, schedule, budget_bytes=10**6)
+    assert order == (1, 2, 0, 3, 4)
+    assert simulate(graph, reordered(graph, schedule, order)).hidden_us == SEND_US
+
+
 def test_without_room_for_a_second_whole_parameter_nothing_moves() -> None:
     graph = tower()
     schedule = unplanned_schedule(graph)

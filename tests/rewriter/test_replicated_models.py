@@ -126,7 +126,7 @@ def test_a_planned_model_trains_as_shards_whichever_comes_first() -> None:
             assert_predicted(proof.prediction_error)
             assert proof.measured_peak_bytes < 0.7 * proof.eager_peak_bytes
             assert hidden_us > 0, "gathers are launched earlier than waited for"
-            assert gathers >= len(list(Decoder().parameters())), "each at least once, as the plan decides"
+            assert gathers >= 3, "each unit's at least once, as the plan decides"
 
 
 def blocks_of_shards(rank: int, **options: Any) -> nn.Module:

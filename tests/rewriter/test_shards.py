@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 from planner.analysis import candidates
 from planner.plan import Plan, recompute_once
 from planner.solve import Problem
+from profiler.tracing.ranks import sharded as gathering
 from rewriter import checkpoint
 from rewriter.step import CheckpointedStep
 from tests.ranks import assert_predicted, on_ranks
@@ -69,7 +70,11 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+SMALL_BYTES = 4000  # norms and some weights below it, other weights above it
+
+
 def sharded(rank: int, make_optimizer: Any = adamw, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    gathering.SMALL_BYTES = SMALL_BYTES  # of this rank, a process of its own
     torch.manual_seed(0)
     model = Decoder()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -135,6 +140,11 @@ def test_a_planned_step_of_shards_is_eagers_to_the_bit_on_every_rank() -> None:
         assert opaque_reason == "", "the optimizer steps its shards inside the graph"
         assert not any(name.startswith(("reduce", "all_reduce")) for name in again)
         assert sum(word.startswith("all_reduce_ ") for word in collectives) == 6, "three units, twice, gloo's way"
+        parameters = len(list(Decoder().parameters()))
+        gathers = sum(word.startswith("all_gather") for word in collectives) - sum(
+            "all_gather" in name for name in again
+        )
+        assert 6 < gathers < 2 * parameters, "small ones of a unit together, large ones alone"
 
 
 class Again(nn.Module):

@@ -22,6 +22,9 @@ from profiler.tracing.ranks import torch_distributed as private
 from profiler.tracing.ranks import torch_shards as fsdp
 from profiler.tracing.ranks.parallel import Communicating
 
+# A parameter of at most so many bytes takes longer to begin with than to gather, whatever sends it.
+SMALL_BYTES = 2**16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGuard:
@@ -133,15 +136,16 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, unit: fsdp.ShardedUnit, *shards: Any) -> tuple[Tensor, ...]:
         ctx.unit, ctx.specs = unit, [private.spec_of(shard) for shard in shards]
         ctx.set_materialize_grads(False)
-        ops, world, name = operators(), dist.get_world_size(unit.group), str(unit.group.group_name)
-        whole = []
-        for shard, param in zip(shards, unit.params, strict=True):
-            part = private.local(shard)
-            if not param.is_even(world):  # the same op on every rank: shards lie in padded memory
-                part = part.as_strided(param.padded_size, _strides(param.padded_size))
-            rows = ops.wait_tensor(ops.all_gather_into_tensor(part, world, name))
-            whole.append(rows if rows.shape == param.whole_size else rows.narrow(0, 0, param.whole_size[0]))
-        return tuple(whole)
+        parts = [_padded(private.local(shard), param, unit) for shard, param in zip(shards, unit.params, strict=True)]
+        whole: dict[int, Tensor] = {}
+        for together in _together(parts, unit):
+            rows = (
+                [_gathered(parts[together[0]], unit)]
+                if len(together) == 1
+                else _gathered_flat([parts[i] for i in together], unit)
+            )
+            whole |= dict(zip(together, rows, strict=True))
+        return tuple(_without_padding(whole[i], param) for i, param in enumerate(unit.params))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -177,6 +181,46 @@ class _SameParameter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient
+
+
+def _padded(part: Tensor, param: fsdp.ShardedParam, unit: fsdp.ShardedUnit) -> Tensor:
+    """One rank's rows with their padding: the same op and size on every rank, since shards lie in padded memory."""
+    if param.is_even(dist.get_world_size(unit.group)):
+        return part
+    return part.as_strided(param.padded_size, _strides(param.padded_size))
+
+
+def _without_padding(rows: Tensor, param: fsdp.ShardedParam) -> Tensor:
+    return rows if rows.shape == param.whole_size else rows.narrow(0, 0, param.whole_size[0])
+
+
+def _together(parts: Sequence[Tensor], unit: fsdp.ShardedUnit) -> Iterator[list[int]]:
+    """Which parameters of a unit are gathered by one collective: each large one alone, all small ones of a type."""
+    world, small = dist.get_world_size(unit.group), dict[torch.dtype, list[int]]()
+    for i, part in enumerate(parts):
+        if part.numel() * part.element_size() * world > SMALL_BYTES:
+            yield [i]
+        else:
+            small.setdefault(part.dtype, []).append(i)
+    yield from small.values()
+
+
+def _gathered(part: Tensor, unit: fsdp.ShardedUnit) -> Tensor:
+    """The rows of all ranks."""
+    ops, world, name = operators(), dist.get_world_size(unit.group), str(unit.group.group_name)
+    rows: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(part, world, name))
+    return rows
+
+
+def _gathered_flat(parts: Sequence[Tensor], unit: fsdp.ShardedUnit) -> Iterator[Tensor]:
+    """The rows of all ranks of several parameters, by one collective."""
+    world = dist.get_world_size(unit.group)
+    of_ranks = _gathered(torch.cat([part.reshape(-1) for part in parts]), unit).view(world, -1)
+    at = 0
+    for part in parts:
+        rows = of_ranks.narrow(1, at, part.numel())
+        yield rows.reshape(world * part.shape[0], *part.shape[1:])
+        at += part.numel()
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
