@@ -131,7 +131,8 @@ def refusing_own_gathers() -> Iterator[None]:
             "(unshard()), which is not captured: make both models parts of one, and leave gathering to the plan"
         )
 
-    with patched([(FSDPState, "_lazy_init", refuse), (FSDPParamGroup, "unshard", refuse)]):
+    beginnings = [(FSDPState, "_lazy_init"), (FSDPParamGroup, "lazy_init"), (FSDPParamGroup, "unshard")]
+    with patched([(place, name, refuse) for place, name in beginnings]):  # before they note stand-ins as their own
         yield
 
 
