@@ -22,6 +22,8 @@ from strategies.ilp.solvers import SolverName, solve_model
 NODES = 40  # a solve, and fewer where the program is larger than so many variables times rows
 LARGE_CELLS = 15_000_000
 ATTEMPTS = 3  # at one neighbourhood, with more bytes counted each time
+DISPUTED_ATTEMPTS = 8  # where it is what a bound disagrees about: the one most worth the work
+PLACES_A_ROUND = 4  # to count in after an attempt: each makes the program larger, and the next attempt slower
 EVALUATIONS = 300  # to make fit what is a little over
 LEAST_WIDTH, MOST_WIDTH = 24, 54  # blocks in a window
 WINDOWS = 6  # that the whole graph has, beside each other
@@ -58,9 +60,9 @@ class Neighbourhoods:
             self._model = program, slack, program.at(self.budget_bytes - slack)
         return program, self._model[2]
 
-    def around(self, free: set[int]) -> bool:
+    def around(self, free: set[int], *, attempts: int = ATTEMPTS) -> bool:
         """Decide `free` anew; True if the state became cheaper."""
-        for _ in range(ATTEMPTS):
+        for _ in range(attempts):
             if time.perf_counter() > self.deadline:
                 return False
             state = self._solved(free)
@@ -78,7 +80,7 @@ class Neighbourhoods:
         over = state.stage_bytes() - self.budget_bytes
         if over.max() <= 0:
             return True
-        if self.places.count_there(state, over):
+        if self.places.count_there(state, over, most=PLACES_A_ROUND):
             return False
         slack = self.slack_bytes + int(over.max())
         if slack > MOST_SLACK * self.budget_bytes:

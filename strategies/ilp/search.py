@@ -30,7 +30,7 @@ from strategies.ilp.alike import alike, counted
 from strategies.ilp.bounds import any_schedule_bound_us
 from strategies.ilp.joint import JointSearch
 from strategies.ilp.linear import Floats, SparseModel
-from strategies.ilp.neighbourhoods import Neighbourhoods
+from strategies.ilp.neighbourhoods import DISPUTED_ATTEMPTS, Neighbourhoods
 from strategies.ilp.polish import Polish, enumerate_all, shed_free
 from strategies.ilp.program import StagedProgram
 from strategies.ilp.shared_work import FEW, KEEP_ALL, Places, Work, first_moments, state_of
@@ -53,6 +53,8 @@ IDLE_WINDOWS = 5  # without gain, after which no further one is tried
 CELLS = 400_000_000  # variables times rows times nodes of a program that is solved whole
 LEAST_NODES = 20
 SURE = 0.9  # of the gap, so that a plan that costs what the program says is within it
+TIGHT = 0.1  # of the gap, where all that is wanted of the program is its bound
+TIGHTEST = 0.02  # of the gap, where that is soon had
 TRY_EVERY_SET = 12  # storages, up to which what the program leaves open is settled by trying every set
 SQRTN_SIMULATIONS = 90  # about what the seed `sqrtn` costs; a tenth where it need only beat what there is
 
@@ -181,9 +183,12 @@ class Search(Standing):
             relaxed = self._solve(program.at(self.problem.budget_bytes).relaxed(), bounds=True, corner=False)
             if relaxed.point is None or self._proven():
                 break
+            guide = relaxed.point
             if number == 0:
                 around = self._where_scarce(near, program, relaxed.point)
-            if self._proven() or not self._decide_anew(around, relaxed.point):
+                if around is near and not self._proven():
+                    guide = self._count_alike(program, otherwise=guide)
+            if self._proven() or not self._decide_anew(around, guide):
                 break
         near.state = around.state
 
@@ -191,7 +196,7 @@ class Search(Standing):
         """What is disputed if that is little, or windows; True if anything was gained."""
         disputed = near.disputed(relaxed)
         few = len(disputed) <= DISPUTED_SHARE * len(near.blocks)
-        if few and near.around(disputed):
+        if few and near.around(disputed, attempts=DISPUTED_ATTEMPTS):
             self._offer_state(near.state, "MILP")
             return True
         return self._sweep(near)
@@ -210,20 +215,22 @@ class Search(Standing):
         while 0 < places.counted <= SCARCE and not self._proven() and self._searching_s() > 0:
             if counted_by_class != places.counted:
                 counted_by_class = places.counted
-                self._count_alike(places.program())
+                self._count_alike(places.program(), otherwise=relaxed)
             if self._proven() or not few.around(set(few.blocks)):
                 break
             self._offer_state(few.state, "MILP")
         near.state = few.state
         return few if 0 < places.counted <= SCARCE else near
 
-    def _count_alike(self, program: StagedProgram) -> None:
-        """Learn from the bound of a program in which only numbers of equal blocks are whole."""
+    def _count_alike(self, program: StagedProgram, *, otherwise: Floats) -> Floats:
+        """Learn from the bound of a program in which only numbers of equal blocks are whole; its point, if it has one.
+        """
         classes = alike(self.work.reduction)
         if len(classes) > REPEATED * len(program.keep):
-            return
+            return otherwise
         model = counted(program, program.at(self.problem.budget_bytes), classes)
-        self._solve(model, bounds=True, gap=0.1 * self.options.gap)
+        answer = self._solve(model, bounds=True, gap=TIGHTEST * self.options.gap)
+        return answer.point if answer.point is not None else otherwise
 
     def _sweep(self, near: Neighbourhoods) -> bool:
         """Decide windows anew, one after another; True if anything was gained."""
@@ -315,7 +322,8 @@ class Search(Standing):
         """Prove that nothing is cheaper by more than the gap asked for; what contradicts it is a candidate."""
         assert self.best is not None
         enough_us = (1 - self.options.gap) * self.best.recompute_us
-        answer = self._solve(program.at(self.problem.budget_bytes).cheaper_than(enough_us))
+        cheaper = program.at(self.problem.budget_bytes).cheaper_than(enough_us)
+        answer = self._solve(cheaper, gap=TIGHT * self.options.gap)
         proven_us = enough_us if answer.outcome is Outcome.INFEASIBLE else min(answer.bound, enough_us)
         if math.isfinite(proven_us):
             self.bound_us = max(self.bound_us, (1 - TOLERANCE) * proven_us)
@@ -363,9 +371,7 @@ class Search(Standing):
             model,
             self.options.solver,
             time_limit_s=share * max(0.0, self._searching_s()),
-            gap=gap
-            if gap is not None
-            else 0.9 * self.options.gap,  # so that a plan that costs what the program says is within the gap
+            gap=gap if gap is not None else SURE * self.options.gap,
             hint=hint,
             corner=corner,
             nodes=max(LEAST_NODES, nodes),

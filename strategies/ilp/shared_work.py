@@ -62,10 +62,10 @@ class Places:
             self._program = size, StagedProgram(self.reduction, self.moments, self.inner, in_place=self.in_place)
         return self._program[1]
 
-    def count_there(self, state: Incremental, over: Bytes) -> bool:
-        """Count memory where `over` is worst; False if it is all counted already."""
+    def count_there(self, state: Incremental, over: Bytes, *, most: int = MOMENTS_A_ROUND) -> bool:
+        """Count memory where `over` is worst, in at most so many places; False if it is all counted already."""
         grown = False
-        for j in worst(over, MOMENTS_A_ROUND):
+        for j in worst(over, most):
             q = state.busiest_run(j)
             if q == j and j not in self.moments:
                 self.moments.add(j)
