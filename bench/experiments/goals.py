@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from bench.experiments.results_file import save_rows
 from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
 from planner.ir import Graph
-from planner.solve import Problem, solve
+from planner.solve import Problem, Status, solve
 from profiler.estimating.devices import find_device
 from profiler.estimating.roofline import estimated
 from profiler.tracing.whole_step import capture_without_memory
+from strategies.ilp.bounds import any_schedule_bound_us
 
 TIME_LIMIT_S = 600.0  # a net: work is what ends a solve, also on a machine that is busy
 DEVICE = "A100-80"
@@ -112,6 +114,7 @@ class GoalRow:
     overhead: float | None
     same: bool
     cut_off: bool
+    impossible: bool = False  # proven: no schedule at all fits, however often it recomputes
 
     @property
     def met(self) -> bool:
@@ -161,6 +164,7 @@ def _row(graph: Graph, goal: Goal, repeats: int) -> GoalRow:
         overhead=first.overhead,
         same=all(solution.plan == first.plan for solution in found),
         cut_off=any(solution.plan is not None and solution.plan.cut_off for solution in found),
+        impossible=first.status is not Status.FITS and math.isinf(any_schedule_bound_us(graph, problem.budget_bytes)),
     )
 
 
@@ -176,12 +180,12 @@ def goal_cells(row: GoalRow) -> tuple[str, ...]:
         row.graph,
         row.times,
         row.budget,
-        "-" if row.overhead is None else f"{row.overhead:.2%}",
+        "-" if row.overhead is None or row.impossible else f"{row.overhead:.2%}",
         f"{row.goal_gap:.1%}",
         "-" if row.gap is None else f"{row.gap:.2%}",
         f"{row.goal_cpu_s:g}",
         f"{row.cpu_s:.2f}",
-        "yes" if row.met else "no",
+        "proven impossible" if row.impossible else "yes" if row.met else "no",
         ("yes" if row.same else "no") + (", cut off by the clock" if row.cut_off else ""),
     )
 

@@ -11,7 +11,8 @@ from strategies.ilp.alike import alike, counted
 from strategies.ilp.linear import SparseModel
 from strategies.ilp.program import StagedProgram
 from strategies.ilp.reduction import NEVER, Reduction, reduce
-from strategies.ilp.shared_work import Work
+from strategies.ilp.search import Ilp, Search
+from strategies.ilp.shared_work import FEW, Work, first_moments
 from strategies.ilp.small import idle_small, prices
 from strategies.ilp.solvers import Answer, Outcome, SolverName, solve_model
 from tests.graphs import networks
@@ -39,6 +40,18 @@ def test_counting_by_class_proves_more_than_the_relaxation_and_never_more_than_t
     whole = solve_model(model, SolverName.ORTOOLS, time_limit_s=60, gap=0.005)
     assert relaxed <= by_class * (1 + 1e-6)
     assert by_class <= whole.objective * (1 + 1e-6)
+
+
+def test_a_search_has_proven_what_counting_by_class_proves_or_as_much_as_was_asked():
+    problem = problem_at(residual_tower(16), 0.4)
+    search = Search(problem, Ilp(gap=0.005))
+    search.run()
+    assert len(search.work.reduction.blocks) > FEW
+    reduction = search.work.reduction
+    program = StagedProgram(reduction, first_moments(reduction, in_place=True), in_place=True)
+    by_class = solved(counted(program, program.at(problem.budget_bytes), alike(reduction))).bound
+    assert search.best is not None
+    assert search.bound_us >= 0.999 * min(by_class, (1 - 0.005) * search.best.recompute_us)
 
 
 def everywhere(reduction: Reduction) -> StagedProgram:

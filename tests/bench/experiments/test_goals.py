@@ -1,5 +1,7 @@
 """`python -m bench goals`: a goal is met or it is not, and graphs are made once."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.__main__ import main
@@ -30,6 +32,13 @@ def test_a_goal_needs_the_gap_and_the_time_and_rows_are_read_back(case, tmp_path
     assert all(row.same and not row.cut_off for row in rows)
     assert [goal_cells(row)[8] for row in rows] == ["yes", "no"]
     assert list(load(tmp_path / "rows.json")[1].rows) == rows
+
+
+def test_a_budget_that_nothing_fits_is_called_proven_impossible(case):
+    (row,) = run_goals([replace(case, goals=(Goal(budget="2%", gap=0.1, cpu_s=1000.0),))], repeats=1)
+    assert row.impossible
+    assert not row.met
+    assert goal_cells(row)[3:9:5] == ("-", "proven impossible")
 
 
 def test_a_graph_that_is_kept_is_made_once(case, made, tmp_path):
