@@ -223,7 +223,7 @@ class Search(Standing):
         return few if 0 < places.counted <= SCARCE else near
 
     def _count_alike(self, program: StagedProgram, *, otherwise: Floats) -> Floats:
-        """Learn from the bound of a program where only numbers of equal blocks are whole; its point, if there is one."""
+        """Learn from the bound of a program where only numbers of equal blocks are whole; its point, if it has one."""
         classes = alike(self.work.reduction)
         if len(classes) > REPEATED * len(program.keep):
             return otherwise
