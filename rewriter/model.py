@@ -147,6 +147,7 @@ class PlannedModel:
         """The next way, with a word about it; CaptureError with the reasons of all where there is none."""
         self._refusals.append((self.way, str(refusal)))
         self._over_budget = self._over_budget or _over_budget(refusal)
+        self._others = [way for way in self._others if way.way not in refusal.also]
         if not self._others and self._over_budget is not None:
             raise self._over_budget from refusal
         if not self._others:

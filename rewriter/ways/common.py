@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -59,7 +60,14 @@ class ModelSettings(PlanSettings):
 
 
 class Refused(CaptureError):  # noqa: N818 - a turn in the road, not a fault
-    """A way cannot take this model, and says why; nothing of the model was changed, so that the next may try."""
+    """A way cannot take this model, and says why; nothing of the model was changed, so that the next may try.
+
+    `also` are ways that could not either, for the same reason: they are passed over.
+    """
+
+    def __init__(self, said: str, *, also: Collection[Way] = ()) -> None:
+        super().__init__(said)
+        self.also = frozenset(also)
 
 
 class PlannedWay(ABC):

@@ -204,6 +204,25 @@ def test_another_output_used_later_is_an_error_and_then_planned_for():
     assert same_bits(eager.right.weight.grad, planned.right.weight.grad)
 
 
+def test_a_loop_that_goes_back_and_forth_between_outputs_is_left_to_blocks():
+    eager, planned = pair_of(TwoHeads)
+    trained(planned, lambda model, i: model(ROWS + i)["left"].sum(), steps=2)
+    for name in ("right", "left"):
+        with pytest.raises(BackwardError, match="came back for outputs"):
+            planned(ROWS)[name].sum().backward()
+    with pytest.warns(UserWarning, match=r"by blocks and not by own capture.*outputs \[0\] at one step and from \[1\]"):
+        planned(ROWS)["left"].sum().backward()
+    eager.load_state_dict(planned.state_dict())
+    for i in range(4):
+        for model in (eager, planned):
+            model.zero_grad()
+            torch.manual_seed(i)
+            model(ROWS + i)["right" if i % 2 else "left"].sum().backward()
+        for a, b in zip(eager.parameters(), planned.parameters(), strict=True):
+            assert a.grad is b.grad is None or same_bits(a.grad, b.grad)
+    assert planned.planned.way is Way.BLOCKS
+
+
 def test_a_second_derivative_is_refused_with_a_way_out(network):
     _, planned = network
     with pytest.raises(BackwardError, match="uncheckpoint"):

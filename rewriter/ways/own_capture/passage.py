@@ -111,7 +111,8 @@ class Passage:
                 f"gradients came back for outputs {asked} of the model, and it was planned for {planned} "
                 "(counted among the tensors that it returns). No gradient was given to anything, and the next forward "
                 "is planned for what was seen now: run this batch again. Its forward has been, though: batch norm "
-                "statistics and random generators have moved on, and will do so once more"
+                "statistics and random generators have moved on, and will do so once more. Where both will come, let "
+                "an argument of the model say which (`model(x, task='left')`): each is planned for then"
             )
 
 

@@ -49,6 +49,8 @@ class OwnCapture(WayOfForms[ModelForm]):
         self._facts: dict[Call, Facts] = {}
         self._rehearsing: list[tuple[Call, Rehearsal]] = []  # several where forwards come before any backward
         self._turns = Turns()
+        self._uses: dict[Call, set[frozenset[int]]] = {}  # outputs that the loop has gone backward from
+        self._refusal = ""  # why the next forward goes another way
         self._rehearsals: Counter[Call] = Counter()
         self._unplanned_calls = 0  # training forwards since the last plan was made
         self._captures = 0
@@ -113,6 +115,8 @@ class OwnCapture(WayOfForms[ModelForm]):
 
         Of several the last alone has watched the bytes outside, and the others estimate them.
         """
+        if self._refusal:
+            raise Refused(self._refusal, also=[Way.DYNAMO])
         rehearsed, self._rehearsing = self._rehearsing, []
         for call, rehearsal in rehearsed:
             if rehearsal.refusal:
@@ -145,6 +149,8 @@ class OwnCapture(WayOfForms[ModelForm]):
                 "anew"
             )
         used = frozenset(seen.layouts)
+        if used != known.used:
+            self._note_other_use(call, known.used, used)
         if used == known.used and layouts != known.layouts:
             warn_caller(
                 f"gradients of outputs {sorted(used)} of the planned model lie in memory otherwise than when it was "
@@ -152,6 +158,16 @@ class OwnCapture(WayOfForms[ModelForm]):
                 "forward is planned for what was seen now"
             )
         self._facts[call] = replace(known, used=used, held=known.held | seen.held, layouts=layouts)
+
+    def _note_other_use(self, call: Call, before: frozenset[int], now: frozenset[int]) -> None:
+        """A loop may change what it goes backward from, once; one that comes back to what it did before will again."""
+        known = self._uses.setdefault(call, {before})
+        if now in known or len(known) >= MOST_USES:
+            self._refusal = (
+                f"the loop goes backward from outputs {sorted(now)} at one step and from {sorted(before)} at another "
+                "(counted among the tensors that the model returns), and a captured plan is for one of these"
+            )
+        known.add(now)
 
     # -- forms ----------------------------------------------------------------------------------------------
 
@@ -303,6 +319,8 @@ class OwnCapture(WayOfForms[ModelForm]):
 
 # A rehearsal that saw the backward and not its bytes (another profiler is on) is repeated so often, then estimated.
 ENOUGH_REHEARSALS = 3
+# So many different uses of the outputs of one call are planned for, one after the other.
+MOST_USES = 2
 # So many training forwards without any plan, and a warning says so.
 ENOUGH_UNPLANNED = 8
 # So many captures, and a warning says so, whether or not all of them are kept.
