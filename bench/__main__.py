@@ -25,6 +25,7 @@ COMMANDS = {
     "large": "models too large for this machine: captured, planned, predicted",
     "plans": "strategies on full-size graphs with the times of a fixed roofline",
     "pareto": "the whole trade-off of a step: overhead against peak, with the proven bound; as a figure",
+    "ablation": "what each part of the planner is worth: taken away, or added, at one budget",
     "arena": "what each idea of memory planning is worth, and what PyTorch's allocator would hold",
     "moves": "a plan that moves tensors to files, carried out: peak and waits as predicted, against the meter",
     "results": "make the tables and figures of bench/results again from the rows beside them",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench.experiments.ablation import ABLATION
 from bench.experiments.acceptance import ACCEPTANCE
 from bench.experiments.accuracy import ACCURACY
 from bench.experiments.arena import ARENA
@@ -27,6 +28,7 @@ from bench.experiments.sweep.run import SWEEP
 from bench.experiments.zoo.run import ZOO
 
 EXPERIMENTS: tuple[Experiment[Any], ...] = (
+    ABLATION,
     ACCEPTANCE,
     ACCURACY,
     ARENA,
