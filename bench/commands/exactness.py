@@ -6,11 +6,14 @@ import argparse
 
 from bench.commands.options import add_rows_out, positive, strategy_specs
 
-HELP = "Prove models x optimizers x strategies equal to eager, to the bit, with all dropped that can be."
+HELP = (
+    "Prove models x optimizers x strategies equal to eager, to the bit, with all dropped that can be; then with all "
+    "moved to files that can be, and through the model door at the smallest budget that fits."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategy", default="sqrtn,cheap,mutwo,ilp", help="as for `python -m bench`")
+    parser.add_argument("--strategy", default="sqrtn,cheap,mutwo,ilp,auto", help="as for `python -m bench`")
     parser.add_argument("--steps", type=positive, default=10, help="training steps to compare (default 10)")
     add_rows_out(parser)
 

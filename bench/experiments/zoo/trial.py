@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
+from bench.experiments.histories import History, first_difference, history_of
 from bench.experiments.zoo.rows import Door, Outcome, ZooRow
 from bench.machine.clock import Clock, spread
 from bench.machine.separate_process import reason_of
@@ -29,9 +23,6 @@ BUDGETS = ("60%", "75%", "90%", "100%")  # the first that fits is taken
 STRATEGY = "mutwo"
 STEPS = 4  # the model door plans at the second
 ROUNDS = 5
-
-
-History = Sequence[Sequence[tuple[str, bytes]]]  # step by step: what it leaves behind, each thing by name and digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +54,7 @@ def _tried(architecture: Architecture, door: Door) -> ZooRow:
         outcome=Outcome.FAILED,
     )
     plain = architecture.make()
-    expected = _history(plain.run_once, plain)
+    expected = history_of(plain.run_once, plain, steps=STEPS)
     try:
         trained = _trained(architecture, _DOORS[door])
     except VerificationError as error:
@@ -120,7 +111,7 @@ def _by_step(workload: Workload, budget: str) -> _Trained:
 
     return _Trained(
         call=call,
-        history=_history(call, workload),
+        history=history_of(call, workload, steps=STEPS),
         budget=budget,
         prepare_s=prepare_s,
         solution=step.solution,
@@ -139,7 +130,7 @@ def _by_model(workload: Workload, budget: str) -> _Trained:
         seconds.append(time.perf_counter() - started)
         return result
 
-    history = _history(call, workload)
+    history = history_of(call, workload, steps=STEPS)
     return _Trained(
         call=workload.run_once,
         history=history,
@@ -152,44 +143,3 @@ def _by_model(workload: Workload, budget: str) -> _Trained:
 
 
 _DOORS = {Door.STEP: _by_step, Door.MODEL: _by_model}
-
-
-# -- what training leaves behind --------------------------------------------------------------------------------------
-
-
-def _history(call: Callable[[], Any], workload: Workload) -> History:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)  # some libraries draw their masks there
-    return [_left_behind(call(), workload) for _ in range(STEPS)]
-
-
-def _left_behind(returned: Any, workload: Workload) -> list[tuple[str, bytes]]:
-    """Digests of all that a step leaves: what it returned, parameters, gradients, buffers, state, the generator."""
-    found = [("returned", leaf) for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
-    for name, param in workload.model.named_parameters():
-        found.append((f"parameter {name}", param))
-        if param.grad is not None:
-            found.append((f"gradient {name}", param.grad))
-        state = workload.optimizer.state.get(param, {}) if workload.optimizer is not None else {}
-        found += [(f"{key} of {name}", value) for key, value in state.items() if isinstance(value, Tensor)]
-    found += [(f"buffer {name}", buffer) for name, buffer in workload.model.named_buffers()]
-    found.append(("the generator", torch.get_rng_state()))
-    return [(name, digest(tensor)) for name, tensor in found]
-
-
-def first_difference(expected: History, actual: History) -> str:
-    """The first tensor that differs in any bit, and at which step; "" where none does."""
-    for step, (one, other) in enumerate(zip(expected, actual, strict=True), 1):
-        if [name for name, _ in one] != [name for name, _ in other]:
-            return f"step {step} leaves other tensors behind"
-        for (name, a), (_, b) in zip(one, other, strict=True):
-            if a != b:
-                return f"{name} differs after step {step}"
-    return ""
-
-
-def digest(tensor: Tensor) -> bytes:
-    """What is the same for tensors of the same shape, type and bits only."""
-    bits = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + bits.tobytes()).digest()
