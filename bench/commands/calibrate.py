@@ -16,7 +16,7 @@ from bench.commands.options import (
 
 HELP = (
     "Describe this CPU by a short benchmark, estimate the op times of a step from that, and compare them with measured "
-    "ones; then the plans made from either. Without a model: the five that the results folder shows."
+    "ones; then the plans made from either. Without a model: the eight that the results folder shows."
 )
 
 

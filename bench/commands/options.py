@@ -34,8 +34,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to train")
     group.add_argument(
         "--model",
-        help="resnet18, resnet50, resnet152 (default), mobilenet, vit, vit-l, densenet121, bert, bert-large, gpt2, "
-        "gpt2-xl",
+        help="resnet18, resnet50, resnet152 (default), mobilenet, vit, vit-l, densenet121, convnext, bert, bert-large, "
+        "gpt2, gpt2-xl",
     )
     group.add_argument(
         "--import",

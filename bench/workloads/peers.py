@@ -25,7 +25,7 @@ from rewriter.ways.common import Kernels
 
 # The repeated blocks of the zoo's models, by class name.
 BLOCKS = frozenset(
-    {"BasicBlock", "Bottleneck", "InvertedResidual", "EncoderBlock", "_DenseLayer", "BertLayer", "GPT2Block"}
+    {"BasicBlock", "Bottleneck", "InvertedResidual", "EncoderBlock", "_DenseLayer", "CNBlock", "BertLayer", "GPT2Block"}
 )
 SAVED_OPS = ("convolution", "mm", "addmm", "bmm", "_scaled_dot_product")
 PARTITIONER_BUDGETS = (0.8, 0.5, 0.3, 0.1)
@@ -81,11 +81,12 @@ def sequential(model: nn.Module, *, segments: int = 2) -> nn.Module:
     return model
 
 
-def hugging_face(model: nn.Module) -> nn.Module:
-    """Hugging Face's own gradient checkpointing."""
-    if not hasattr(model, "gradient_checkpointing_enable"):
+def hugging_face(model: nn.Module, **options: Any) -> nn.Module:
+    """Hugging Face's own gradient checkpointing; `options` are those of later versions."""
+    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
         raise NotForThisModelError(f"{type(model).__name__} is not a transformers model")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **options)
     return model
 
 
@@ -119,6 +120,8 @@ PEERS: dict[str, Peer] = {
     "selective checkpointing, products saved": selective,
     "checkpoint_sequential, 2 segments a stage": sequential,
     "Hugging Face gradient checkpointing": hugging_face,
+    "Hugging Face gradient checkpointing, every second layer": partial(hugging_face, every_n_layers=2),
+    "Hugging Face gradient checkpointing, offload": partial(hugging_face, offload=True),
     **{f"PyTorch partitioner, budget {b}": partial(partitioner, budget=b) for b in PARTITIONER_BUDGETS},
     "inductor": inductor,
     **{f"inductor, memory budget {b}": partial(inductor, budget=b) for b in INDUCTOR_BUDGETS},

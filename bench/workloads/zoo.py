@@ -91,6 +91,7 @@ resnet50 = _image_maker("resnet50")
 resnet152 = _image_maker("resnet152")
 mobilenet = _image_maker("mobilenet_v3_large")
 densenet121 = _image_maker("densenet121")
+convnext = _image_maker("convnext_tiny", default=fused_adamw)
 
 
 def vit(
@@ -193,6 +194,7 @@ ZOO: dict[str, Maker] = {
     "bert": bert,
     "gpt2": gpt2,
     "densenet121": densenet121,
+    "convnext": convnext,
     "bert-large": bert_large,
     "gpt2-xl": gpt2_xl,
     "vit-l": vit_l,

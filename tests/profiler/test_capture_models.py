@@ -32,7 +32,7 @@ def test_a_captured_densenet_whose_layers_read_all_before_them_equals_eager():
     assert_captured_equals_eager(tiny.densenet, steps=2)
 
 
-PUBLISHED = [("resnet18", 11.7), ("resnet50", 25.6), ("densenet121", 8.0)]
+PUBLISHED = [("resnet18", 11.7), ("resnet50", 25.6), ("densenet121", 8.0), ("convnext", 28.6)]
 
 
 @pytest.mark.parametrize(("name", "million_params"), PUBLISHED)
