@@ -16,6 +16,19 @@ from profiler.tracing.whole_step import TracedStep
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one call took: by the clock, and of all of this process's threads on processors."""
+
+    wall_s: float
+    cpu_s: float
+
+    def over(self, other: Taken) -> Taken:
+        """Both as ratios to another's; 1 of processor time where that took none that could be counted."""
+        cpu = self.cpu_s / other.cpu_s if other.cpu_s else 1.0
+        return Taken(wall_s=self.wall_s / other.wall_s, cpu_s=cpu)
+
+
 class Clock:
     """Wall-clock seconds of calls; a GPU has finished before each one starts and before it counts as done.
 
@@ -36,6 +49,14 @@ class Clock:
     def seconds(self, call: Callable[[], Any]) -> float:
         """Seconds; what the call returns is let go after the clock has stopped."""
         return self.timed(call)[0]
+
+    def taken(self, call: Callable[[], Any]) -> Taken:
+        """Seconds by the clock and on processors; the latter are steadier where other work runs beside."""
+        started = time.process_time()
+        wall_s, result = self.timed(call)
+        cpu_s = time.process_time() - started
+        del result
+        return Taken(wall_s=wall_s, cpu_s=cpu_s)
 
 
 def gradients_put_back(traced: TracedStep) -> Callable[[], None]:

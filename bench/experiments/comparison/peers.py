@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bench.experiments.comparison.rows import PEER_COLUMNS, PeerRow, peer_cells
-from bench.machine.clock import Clock, spread
+from bench.machine.clock import Clock, Taken, spread
 from bench.machine.separate_process import SeparateProcessError, in_separate_process
 from bench.show.tables import print_table
 from bench.show.terminal import console, stage
@@ -63,8 +63,10 @@ def measure_peer(spec: WorkloadSpec, name: str, pairs: int) -> PeerRow:
     promise = _promise(changed.model)
     expected, actual = _seen(plain, plain.model), _seen(called, changed.model)
     proof = compare(expected, actual, predicted_peak_bytes=actual.peak_bytes)
-    ratios = spread(_ratios(plain, called, pairs))
+    taken = _ratios(plain, called, pairs)
+    ratios, cpu = spread([ratio.wall_s for ratio in taken]), spread([ratio.cpu_s for ratio in taken])
     assert ratios is not None
+    assert cpu is not None
     return PeerRow(
         model=spec.title,
         peer=name,
@@ -73,6 +75,7 @@ def measure_peer(spec: WorkloadSpec, name: str, pairs: int) -> PeerRow:
         time_ratio=ratios.median,
         time_low=ratios.low,
         time_high=ratios.high,
+        cpu_ratio=cpu.median,
         exact=proof.exact,
         first_mismatch=proof.first_mismatch,
         largest_difference=proof.largest_difference,
@@ -106,9 +109,9 @@ def _seen(workload: Workload, model: nn.Module) -> Observation:
     return observe(workload.run, _touched(workload, model), workload.batch, steps=PROVEN_STEPS)
 
 
-def _ratios(plain: Workload, called: Workload, pairs: int) -> list[float]:
+def _ratios(plain: Workload, called: Workload, pairs: int) -> list[Taken]:
     clock, ratios = Clock(plain.device), []
     for _ in range(pairs):
-        eager_s = clock.seconds(plain.run_once)
-        ratios.append(clock.seconds(called.run_once) / eager_s)
+        eager = clock.taken(plain.run_once)
+        ratios.append(clock.taken(called.run_once).over(eager))
     return ratios

@@ -12,7 +12,7 @@ import strategies
 from bench.experiments.comparison.rows import PlannedRow
 from bench.experiments.host_links import label, moving
 from bench.experiments.prepared import prepared
-from bench.machine.clock import Clock, gradients_put_back, spread
+from bench.machine.clock import Clock, Taken, gradients_put_back, spread
 from bench.show.terminal import progress, say
 from bench.workloads.spec import WorkloadSpec
 from planner.simulator import unplanned
@@ -50,6 +50,7 @@ class _Candidate:
     added_bytes: int | None = None  # to memory, as measured
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)  # seconds to eager's in the same round
+    cpu_ratios: list[float] = field(default_factory=list)  # processor time, likewise
     stalls: list[float] = field(default_factory=list)  # seconds of each step that waited for copies
     failure: str = ""  # why it was not run, proven or timed
 
@@ -165,6 +166,7 @@ def _time_or_say_why(ready: ReadyStep, candidates: Sequence[_Candidate], pairs: 
         for found in candidates:
             found.failure = found.failure or str(answer)
             found.ratios.clear()  # a median of fewer rounds than were asked for is none
+            found.cpu_ratios.clear()
             found.seconds.clear()
         return None
 
@@ -173,22 +175,26 @@ def _time(ready: ReadyStep, candidates: Sequence[_Candidate], pairs: int, *, eag
     """Time eager and every planned step in turn; notes each one's seconds, returns eager's median."""
     clock, put_back, batch = Clock(ready.workload.device), gradients_put_back(ready.traced), ready.workload.batch
 
-    def seconds(call: Callable[[], object]) -> float:
+    def taken(call: Callable[[], object]) -> Taken:
         put_back()
-        return clock.seconds(call)
+        return clock.taken(call)
 
-    taken: list[float] = []
+    plain: list[Taken] = []
     gc.collect()
     for _ in range(pairs):
         if eager:
-            taken.append(seconds(ready.workload.run_once))
+            plain.append(taken(ready.workload.run_once))
         for found in candidates:
             if (planned := found.planned) is not None:
                 waited = waited_s(ready)
-                found.seconds.append(seconds(lambda planned=planned: planned(batch)))  # type: ignore[misc]
+                took = taken(lambda planned=planned: planned(batch))  # type: ignore[misc]
                 found.stalls.append(waited_s(ready) - waited)
-                found.ratios += [found.seconds[-1] / taken[-1]] if eager else []
-    middle = spread(taken)
+                found.seconds.append(took.wall_s)
+                if eager:
+                    ratio = took.over(plain[-1])
+                    found.ratios.append(ratio.wall_s)
+                    found.cpu_ratios.append(ratio.cpu_s)
+    middle = spread([took.wall_s for took in plain])
     return None if middle is None else middle.median
 
 
@@ -240,6 +246,7 @@ def _row(
         moved_bytes=timeline.moved_bytes if timeline else None,
         predicted_stall_s=timeline.stall_us / 1e6 if timeline else None,
         measured_stall_s=statistics.median(found.stalls) if found.stalls else None,
+        cpu_ratio=statistics.median(found.cpu_ratios) if found.cpu_ratios else None,
     )
 
 

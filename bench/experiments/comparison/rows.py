@@ -41,6 +41,7 @@ class PlannedRow:
     moved_bytes: int | None = None  # to the host and back, in every step
     predicted_stall_s: float | None = None  # of every step, waiting for that
     measured_stall_s: float | None = None
+    cpu_ratio: float | None = None  # processor time to eager's: steadier than the clock's on a machine that is shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class PeerRow:
     exact: bool | None = None
     first_mismatch: str = ""
     largest_difference: float | None = None
+    cpu_ratio: float | None = None  # of processor time
     promise: str = ""  # of a planned model: by which way it is planned, and what that promises
 
 
@@ -91,18 +93,19 @@ def planned_cells(row: PlannedRow) -> tuple[str, ...]:
     )
 
 
-PEER_COLUMNS = ("what", "peak", "time", "quartiles", "exact", "first difference")
+PEER_COLUMNS = ("what", "peak", "time", "quartiles", "CPU time", "exact", "first difference")
 
 
 def peer_cells(row: PeerRow) -> tuple[str, ...]:
     """A row as text, in the order of PEER_COLUMNS."""
     if row.error:
-        return (row.peer, "-", "-", "-", "-", row.error)
+        return (row.peer, "-", "-", "-", "-", "-", row.error)
     return (
         row.peer,
         f"{row.peak_ratio:.2f}",
         f"{row.time_ratio:.2f}x",
         f"{row.time_low:.2f}-{row.time_high:.2f}",
+        "-" if row.cpu_ratio is None else f"{row.cpu_ratio:.2f}x",
         "yes" if row.exact else "NO",
         row.first_mismatch,
     )

@@ -23,6 +23,7 @@ class Contender:
     time_ratio: float | None
     time_low: float | None
     time_high: float | None
+    cpu_ratio: float | None
     exact: bool | None
     gap: float | None
     plan_s: float | None
@@ -45,6 +46,7 @@ def _planned(row: PlannedRow) -> Contender:
         time_ratio=row.measured_ratio,
         time_low=row.ratio_low,
         time_high=row.ratio_high,
+        cpu_ratio=row.cpu_ratio,
         exact=row.exact,
         gap=row.gap,
         plan_s=row.plan_s,
@@ -61,6 +63,7 @@ def _peer(row: PeerRow) -> Contender:
         time_ratio=row.time_ratio,
         time_low=row.time_low,
         time_high=row.time_high,
+        cpu_ratio=row.cpu_ratio,
         exact=row.exact,
         gap=None,
         plan_s=None,
@@ -69,7 +72,9 @@ def _peer(row: PeerRow) -> Contender:
     )
 
 
-COLUMNS = ("what", "peak", "time", "quartiles", "every bit equal", "proven gap", "plan s", "apply s", "remark")
+COLUMNS = (
+    "what", "peak", "time", "quartiles", "CPU time", "every bit equal", "proven gap", "plan s", "apply s", "remark",
+)  # fmt: skip
 
 
 def contender_cells(c: Contender) -> tuple[str, ...]:
@@ -79,6 +84,7 @@ def contender_cells(c: Contender) -> tuple[str, ...]:
         "-" if c.peak_ratio is None else f"{c.peak_ratio:.2f}",
         "-" if c.time_ratio is None else f"{c.time_ratio:.2f}x",
         "-" if c.time_low is None else f"{c.time_low:.2f}-{c.time_high:.2f}",
+        "-" if c.cpu_ratio is None else f"{c.cpu_ratio:.2f}x",
         "-" if c.exact is None else ("yes" if c.exact else "NO"),
         "-" if c.gap is None else f"{c.gap:.1%}",
         "-" if c.plan_s is None else f"{c.plan_s:.1f}",

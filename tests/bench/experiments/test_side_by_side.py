@@ -26,6 +26,7 @@ def planned(**changes: Any) -> PlannedRow:
         "predicted_peak_bytes": 70, "measured_peak_bytes": 70, "predicted_overhead": 0.1, "measured_ratio": 1.1,
         "ratio_low": 1.05, "ratio_high": 1.15, "eager_s": 2.0, "dropped": 3, "reruns": 4, "gap": 0.01, "plan_s": 1.0,
         "apply_s": 0.4, "exact": True, "note": "", "step_share": 0.5, "prediction_error": 0.0,
+        "cpu_ratio": 1.12,
     }  # fmt: skip
     return PlannedRow(**row | changes)
 
@@ -71,7 +72,7 @@ def test_a_comparison_saved_under_results_becomes_a_page_and_a_figure(tmp_path: 
     save_rows(tmp_path / "small.json", COMPARISON, [planned(), peer(), FAILED])
     assert load(tmp_path / "small.json")[1].rows == [planned(), peer(), FAILED]
     page, figure = make_tables(tmp_path)
-    assert "| **ilp, budget 50%** | 0.50 | 1.10x | 1.05-1.15 | yes |" in page.read_text(encoding="utf-8")
+    assert "| **ilp, budget 50%** | 0.50 | 1.10x | 1.05-1.15 | 1.12x | yes |" in page.read_text(encoding="utf-8")
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,8 +1,10 @@
 """Clocks that wait for a GPU, as far as no GPU is needed, and what is made of many readings."""
 
+import time
+
 import torch
 
-from bench.machine.clock import Clock, spread
+from bench.machine.clock import Clock, Taken, spread
 from tests.fake_cuda import FakeCuda
 
 
@@ -21,3 +23,13 @@ def test_a_spread_is_the_median_and_the_quartiles():
     found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (found.low, found.median, found.high) == (2.0, 3.0, 4.0)
     assert spread([]) is None
+
+
+def test_waiting_is_time_by_the_clock_and_none_of_a_processor():
+    slept = Clock(torch.device("cpu")).taken(lambda: time.sleep(0.05))
+    assert slept.wall_s >= 0.05 > slept.cpu_s
+
+
+def test_what_calls_took_is_compared_by_both_clocks():
+    assert Taken(wall_s=3.0, cpu_s=1.0).over(Taken(wall_s=2.0, cpu_s=4.0)) == Taken(wall_s=1.5, cpu_s=0.25)
+    assert Taken(wall_s=3.0, cpu_s=1.0).over(Taken(wall_s=2.0, cpu_s=0.0)).cpu_s == 1.0
