@@ -6,9 +6,11 @@ Every plan is judged by the same simulator on the same graph, whatever it was ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 import strategies
 from bench.experiments.experiment import Experiment, Table
@@ -16,10 +18,12 @@ from bench.experiments.prepared import roofline_graph
 from bench.experiments.results_file import save_rows
 from bench.show.terminal import stage
 from bench.workloads.spec import WorkloadSpec
+from planner.analysis import liveness
 from planner.errors import NoPlan
 from planner.host_link import HostLink
 from planner.ir import Graph, Rerun
-from planner.plan import Plan, recompute_each_time
+from planner.plan import Plan, recompute_each_time, recompute_once
+from planner.schedule import Run
 from planner.solve import Problem
 from planner.units import human_bytes
 from strategies.mutwo.greedy import curve
@@ -90,10 +94,26 @@ def _planned(problem: Problem, spec: str = "ilp") -> Judged:
 # -- parts taken away -----------------------------------------------------------------------------------------------
 
 
-def without_workspaces(base: Base) -> Judged:
-    """A plan by somebody who does not know what ops take for themselves."""
-    bare = replace(base.graph, ops=tuple(replace(op, workspace_bytes=0) for op in base.graph.ops))
-    return Judged(problem=base.problem, plan=_planned(replace(base.problem, graph=bare)).plan)
+def without_simulation(base: Base) -> Judged:
+    """The greedy's picks until an estimate says that they fit, as if computing a tensor again took no memory."""
+    for prefix in curve(base.graph):
+        if _estimated_peak_bytes(base.problem, prefix.dropped) <= base.problem.budget_bytes:
+            break
+    return Judged(problem=base.problem, plan=recompute_once(base.graph, prefix.dropped))
+
+
+def _estimated_peak_bytes(problem: Problem, dropped: Collection[int]) -> int:
+    """What is live at each op of the unplanned step, without what lies idle there and is dropped."""
+    graph, steps = problem.graph, problem.schedule(Plan()).steps
+    live = np.zeros(len(graph.ops), dtype=np.int64)
+    for step, nbytes in zip(steps, problem.unplanned.bytes_at, strict=True):
+        if isinstance(step, Run):
+            live[step.op] = nbytes
+    for storage in dropped:
+        idle = liveness(graph)[storage]
+        assert idle.idle_after is not None
+        live[idle.idle_after + 1 : idle.idle_until] -= graph.storages[storage].nbytes
+    return int(live.max())
 
 
 def without_sharing(base: Base) -> Judged:
@@ -150,7 +170,11 @@ VARIANTS = (
         what="the greedy's picks; every need computes what it lacks for itself",
         judged=without_sharing,
     ),
-    Variant(name="no workspaces", what="planned as if ops took no memory of their own", judged=without_workspaces),
+    Variant(
+        name="no simulation",
+        what="the greedy stops by an estimate in which computing again takes no memory",
+        judged=without_simulation,
+    ),
     Variant(
         name="no replayed randomness",
         what="a random op is never run again",
