@@ -2,7 +2,9 @@
 
 import gc
 import os
+import random
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -24,3 +26,12 @@ def _little_to_collect():
     """What is there when a file's tests begin stays: the collector need not look through it again at every capture."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _drawn_from_a_seed():
+    """What a test draws does not hang on the tests that ran before it in the same process."""
+    random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
