@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ from bench.show.axes import axes_for
 from bench.workloads.peers import is_ours
 
 
+class Whose(Enum):
+    """Who made a contender, as a legend has it."""
+
+    STEP = "planned step"
+    MODEL = "planned model"
+    OTHER = "what else there is"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
     """One way to train, relative to eager in the same run; `why_not` says why there is nothing to show."""
 
     name: str
-    ours: bool
+    whose: Whose
     peak_ratio: float | None
     time_ratio: float | None
     time_low: float | None
@@ -41,7 +50,7 @@ def _planned(row: PlannedRow) -> Contender:
     liberties = (("freed gradients", row.free_gradients), ("early updates", row.early_updates))
     return Contender(
         name=", ".join([row.strategy, f"budget {row.budget}", *(words for words, taken in liberties if taken)]),
-        ours=True,
+        whose=Whose.STEP,
         peak_ratio=row.step_share,
         time_ratio=row.measured_ratio,
         time_low=row.ratio_low,
@@ -58,7 +67,7 @@ def _planned(row: PlannedRow) -> Contender:
 def _peer(row: PeerRow) -> Contender:
     return Contender(
         name=row.peer,
-        ours=is_ours(row.peer),
+        whose=Whose.MODEL if is_ours(row.peer) else Whose.OTHER,
         peak_ratio=row.peak_ratio,
         time_ratio=row.time_ratio,
         time_low=row.time_low,
@@ -80,7 +89,7 @@ COLUMNS = (
 def contender_cells(c: Contender) -> tuple[str, ...]:
     """A row as text, in the order of COLUMNS: ours in bold."""
     return (
-        f"**{c.name}**" if c.ours else c.name,
+        c.name if c.whose is Whose.OTHER else f"**{c.name}**",
         "-" if c.peak_ratio is None else f"{c.peak_ratio:.2f}",
         "-" if c.time_ratio is None else f"{c.time_ratio:.2f}x",
         "-" if c.time_low is None else f"{c.time_low:.2f}-{c.time_high:.2f}",
@@ -97,8 +106,8 @@ def draw_contenders(path: Path, rows: Sequence[Contender], *, title: str) -> Non
     """Time against peak, both relative to eager: further left and further down is better."""
     with axes_for(path, width=8.5, height=5.2) as axes:
         axes.plot(1.0, 1.0, "k+", markersize=12, label="eager")
-        for ours in (True, False):
-            _draw_side(axes, [c for c in rows if c.ours is ours and c.time_ratio is not None], ours=ours)
+        for whose in Whose:
+            _draw_side(axes, [c for c in rows if c.whose is whose and c.time_ratio is not None], whose)
         _label(axes, [c for c in rows if c.time_ratio is not None])
         axes.set_xlabel("peak that the step adds to memory, relative to eager")
         axes.set_ylabel("time of a step, relative to eager")
@@ -107,22 +116,26 @@ def draw_contenders(path: Path, rows: Sequence[Contender], *, title: str) -> Non
         axes.legend(loc="best", fontsize=8)
 
 
-def _draw_side(axes: Any, rows: Sequence[Contender], *, ours: bool) -> None:
+# Told apart by marker as well: in grey print, and by the colour-blind.
+_MARKERS = {Whose.STEP: ("o", "#1b6ca8"), Whose.MODEL: ("D", "#2f8f6b"), Whose.OTHER: ("s", "#b5543b")}
+
+
+def _draw_side(axes: Any, rows: Sequence[Contender], whose: Whose) -> None:
+    marker, color = _MARKERS[whose]
     for exact in (True, False):
         side = [c for c in rows if bool(c.exact) is exact]
         if not side:
             continue
-        label = "planned" if ours else "what else there is"
         axes.errorbar(
             [c.peak_ratio for c in side],
             [c.time_ratio for c in side],
             yerr=list(zip(*(_spread(c) for c in side), strict=True)),
-            fmt="o" if ours else "s",
-            color="#1b6ca8" if ours else "#b5543b",
+            fmt=marker,
+            color=color,
             markerfacecolor=None if exact else "white",
             capsize=2,
             linewidth=1,
-            label=f"{label}, every bit equal" if exact else f"{label}, results differ from eager's",
+            label=f"{whose.value}, every bit equal" if exact else f"{whose.value}, results differ from eager's",
         )
 
 
@@ -151,6 +164,8 @@ def _short(name: str) -> str:
         "selective checkpointing, products saved": "selective",
         "checkpoint_sequential, 2 segments a stage": "sequential",
         "Hugging Face gradient checkpointing": "Hugging Face",
+        "planned model + inductor": "model + inductor",
+        "planned model": "model",
         "PyTorch partitioner, budget ": "partitioner ",
         "inductor, memory budget ": "inductor ",
         ", budget ": " ",
