@@ -49,7 +49,9 @@ class HostAccess:
         link = None if host_link == MEASURE else _link(host_link)
         budget_bytes = None if host_budget is None else _bytes(host_budget)
         host = host_for(device, offload_dir)
-        return HostAccess(host=host, link=link or measured_link(host, device), budget_bytes=budget_bytes)
+        # By a host of its own: what it takes to measure is given back.
+        link = link or measured_link(host_for(device, offload_dir), device)
+        return HostAccess(host=host, link=link, budget_bytes=budget_bytes)
 
 
 def _link(given: str | float | HostLink) -> HostLink:

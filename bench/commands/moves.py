@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     parser.add_argument("--offload-dir", type=Path, default=Path(), help="folder to move to (default: the current one)")
     parser.add_argument("--strategy", default="offload_only", help="as for `python -m bench` (default offload_only)")
-    parser.add_argument("--budget", default="50%,30%", help="as for `python -m bench` (default 50%%,30%%)")
+    parser.add_argument("--budget", default="50%,30%,15%", help="as for `python -m bench` (default 50%%,30%%,15%%)")
     parser.add_argument(
         "--held-to",
         default="none,0.5,0.2",

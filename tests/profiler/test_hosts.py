@@ -145,6 +145,16 @@ def test_a_copy_that_fails_is_one_sentence_where_it_is_waited_for(tmp_path):
         move.back()
 
 
+def test_a_copy_that_the_system_makes_in_pieces_is_whole(tmp_path, monkeypatch):
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, memory, at: write(file, memory[:333], at))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:77]], at))
+    tensor = torch.arange(1000)
+    expected = tensor.clone()
+    (back,) = there_and_back(FileHost(tmp_path), tensor)
+    assert torch.equal(back, expected)
+
+
 def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(HostError, match="there is no such folder"):
         FileHost(tmp_path / "missing")
@@ -173,6 +183,7 @@ def test_a_process_that_ends_half_way_leaves_no_files(tmp_path, how):
 
 def test_a_measured_link_has_speeds_and_a_latency(tmp_path):
     link = measured_link(FileHost(tmp_path), CPU)
+    assert "ops beside copies" not in {thread.name for thread in threading.enumerate()}
     assert link.out_bytes_per_s > 1e6
     assert link.in_bytes_per_s > 1e6
     assert link.latency_us >= 0

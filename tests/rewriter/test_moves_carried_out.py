@@ -154,6 +154,11 @@ def test_a_measured_link_will_do(tmp_path):
     assert planned.solution.problem.host_link.out_bytes_per_s > 0
 
 
+def test_measuring_a_link_keeps_no_room_in_the_folder(tmp_path):
+    access = HostAccess.of("measure", tmp_path, None, torch.device("cpu"))
+    assert access.host._files == []
+
+
 def test_a_saved_plan_with_moves_is_used_again_and_needs_a_link(tmp_path):
     plan(tmp_path, host_link=1000, strategy="offload_only").save(tmp_path / "plan.json")
     again = plan(tmp_path, host_link=1000, plan=tmp_path / "plan.json")
