@@ -166,6 +166,7 @@ class FileHost:
         self.folder, self._before_copy = Path(folder), before_copy
         if not self.folder.is_dir():
             raise HostError(f"{folder}: there is no such folder to move tensors to; make it, or name another")
+        self._process = os.getpid()
         self.waited_s = 0.0  # by whoever needed a copy to be done, since this host was made
         self._free: dict[int, list[Any]] = {}
         self._files: list[Any] = []
@@ -174,11 +175,19 @@ class FileHost:
         self._in = ThreadPoolExecutor(1, thread_name_prefix="copy-in")
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        buffers = [(nbytes, self.take(nbytes)) for nbytes in sizes]
-        for _, buffer in buffers:
-            self.give_back(buffer)
+        buffers: list[Any] = []
+        try:
+            buffers.extend(self.take(nbytes) for nbytes in sizes)
+        finally:
+            for buffer in buffers:
+                self.give_back(buffer)
 
     def take(self, nbytes: int) -> Any:
+        if os.getpid() != self._process:  # where there are no workers, and the files are another's
+            raise HostError(
+                f"{self.folder}: this process was forked from the one that planned, which moves tensors to the same "
+                "files: plan in this process"
+            )
         free = self._free.get(nbytes)
         return free.pop() if free else self._new(nbytes)
 
@@ -197,7 +206,7 @@ class FileHost:
             file.close()
             what = "no room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else str(error.strerror)
             raise HostError(
-                f"{self.folder}: {what} for {human_bytes(nbytes)} that the plan moves there: free some, name another "
+                f"{self.folder}: {what} for {human_bytes(nbytes)} that is moved there: free some, name another "
                 "folder (offload_dir), or bound what is moved (host_budget)"
             ) from error
         self._files.append(file)
@@ -245,7 +254,7 @@ def _copy(how: Callable[[int, memoryview, int], int], handed: list[Tensor], buff
     memory = handed.pop()
     if before is not None:
         before(memory.numel())
-    left, done = memoryview(memory.numpy()), 0
+    left, done = memory.numpy().data, 0
     while left:  # a call copies up to 2 GiB
         copied = how(buffer.fileno(), left, done)
         if not copied:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planner.host_link import HostLink
 from profiler.backend import backend_for, is_accelerator
-from profiler.measuring.hosts import Host, Move
+from profiler.measuring.hosts import Host, HostError, Move
 
 SMALL_BYTES = 1 << 14
 # As activations are. From 32 MiB on glibc takes every block from the system anew and gives it back at once: a copy back
@@ -59,13 +59,28 @@ def _bytes_per_s(small_us: float, large_us: float) -> float:
 
 def _copy_us(host: Host, device: torch.device, nbytes: int) -> tuple[float, float]:
     """What one copy of a lap takes, out and back; a first lap, which writes to new files, is left out."""
-    tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(TENSORS)]
+    number = _room_for(host, nbytes)
+    tensors = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(number)]
     laps: list[tuple[float, float]] = []
     _lap_us(host, device, tensors)
     started = time.perf_counter()
     while len(laps) < LEAST_LAPS or (len(laps) < MOST_LAPS and time.perf_counter() - started < ENOUGH_S):
         laps.append(_lap_us(host, device, tensors))
-    return median(out for out, _ in laps) / TENSORS, median(back for _, back in laps) / TENSORS
+    return median(out for out, _ in laps) / number, median(back for _, back in laps) / number
+
+
+def _room_for(host: Host, nbytes: int) -> int:
+    """How many tensors a lap may move: fewer where there is little room; HostError without any."""
+    number = TENSORS
+    while True:
+        try:
+            host.reserve([nbytes] * number)
+        except HostError:
+            if number == 1:
+                raise
+            number //= 2
+        else:
+            return number
 
 
 def _lap_us(host: Host, device: torch.device, tensors: list[Tensor]) -> tuple[float, float]:

@@ -130,8 +130,34 @@ def test_a_full_disk_is_told_before_anything_is_copied(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(HostError, match=r"no room for 1\.0 MiB that the plan moves there: free some"):
+    with pytest.raises(HostError, match=r"no room for 1\.0 MiB that is moved there: free some"):
         FileHost(tmp_path).reserve([1 << 20])
+
+
+def test_a_small_disk_is_measured_with_what_it_has_room_for(tmp_path, monkeypatch):
+    sizes, allocate = [], os.posix_fallocate
+
+    def nearly_full(file, at, nbytes):
+        if nbytes > 1 << 20 and sum(size > 1 << 20 for size in sizes) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sizes.append(nbytes)
+        allocate(file, at, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    assert measured_link(FileHost(tmp_path), CPU).out_bytes_per_s > 0
+
+
+def test_a_forked_process_is_refused_and_not_waited_for(tmp_path):
+    host = FileHost(tmp_path)
+    there_and_back(host, torch.ones(8))
+    child = os.fork()
+    if child == 0:
+        try:
+            Move(host, torch.ones(8))
+        except HostError as error:
+            os._exit(0 if "was forked" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_copy_that_fails_is_one_sentence_where_it_is_waited_for(tmp_path):
