@@ -262,12 +262,41 @@ def of_a_metaclass() -> Source:
     return (lambda: Held.number), (lambda new: setattr(Held, "backing", new))
 
 
+def matched() -> Source:
+    config = Config()
+
+    def helper() -> float:
+        match config:
+            case Config(number=1.0):
+                return 1.0
+            case _:
+                return 3.0
+
+    return helper, (lambda new: setattr(config, "number", new))
+
+
+def matched_by_position() -> Source:
+    @dataclasses.dataclass
+    class Data:
+        number: float = 1.0
+
+    data = Data()
+
+    def helper() -> float:
+        match data:
+            case Data(number):
+                return number
+        return 0.0
+
+    return helper, (lambda new: setattr(data, "number", new))
+
+
 SOURCES = [
     attribute, slot, property_, method, subscripted, of_the_class, by_computed_name, entry, entry_that_appears,
     entry_in_attribute, item, length, summed, order, element, closed_over, global_entry, deep_global_entry, default,
     keyword_default, partial, data_class, named_tuple, choice, numpy_scalar, numpy_array, tensor_in_place,
     tensor_put_elsewhere, tensor_that_decides, tensor_number, patched_function, code_of_a_function, unset_slot,
-    context_variable, of_a_metaclass,
+    context_variable, of_a_metaclass, matched, matched_by_position,
 ]  # fmt: skip
 
 # -- by which way the step comes to it -------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ class _Found:
                 self._asking(i, step.argval)
             elif step.opname in _OUTER:
                 self._variable(i, step.argval, self.outer_names)
+            elif step.opname == "MATCH_CLASS":
+                self._pattern(i, step)
             elif step.opname == "IMPORT_NAME":
                 self.imports.append((self._before(i, 2), step.argval))
         if self.global_names & _ASKS:
@@ -152,6 +154,12 @@ class _Found:
             return
         (self.own if self._is_first(owner) else self.anywhere).add(name)
         self._contents_read(i, name)
+
+    def _pattern(self, i: int, step: dis.Instruction) -> None:
+        """`case Config(number=1.0)`: attributes by name, and those by position as the class says."""
+        names = self._before(i, 1)
+        self.anywhere |= set(names if isinstance(names, tuple) else ())
+        self.reads_all |= bool(step.arg)
 
     def _is_first(self, owner: dis.Instruction | None) -> bool:
         if owner is None or not self.first or not owner.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
