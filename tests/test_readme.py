@@ -16,6 +16,7 @@ from bench.__main__ import COMMANDS, main
 from bench.commands.compare import check_options
 from bench.commands.options import add_verbosity
 from bench.examples import own_strategy
+from bench.experiments.comparison.side_by_side import COLUMNS
 from planner.errors import PlannerError
 from planner.solve import Problem, Status, solve
 from planner.synthetic import residual_tower
@@ -151,14 +152,17 @@ CALLED = {
 }
 
 
+EQUAL = COLUMNS.index("every bit equal") - 1  # among the cells after the name
+
+
 def committed(*stems: str) -> dict[str, tuple[str, ...]]:
     """Name -> peak, time and whether it is equal, from tables that are made from committed rows."""
     rows = {}
     for stem in stems:
         for line in (ROOT / "bench" / "results" / f"{stem}.md").read_text(encoding="utf-8").splitlines():
             name, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-            if len(cells) > 3:
-                rows[name] = (cells[0], cells[1], cells[3].lower())
+            if len(cells) == len(COLUMNS) - 1:
+                rows[name] = (cells[0], cells[1], cells[EQUAL].lower())
     return rows
 
 
