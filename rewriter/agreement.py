@@ -210,8 +210,8 @@ class Group:
                 self._store.delete_key(self._key(number - 1, str(self.rank)))
         except dist.DistError as error:
             raise RankError(
-                f"{stage} on rank {self.rank}: the other ranks cannot be reached any more ({_first_line(error)}): one "
-                "of them has ended; see what it says"
+                f"{stage} on rank {self.rank}: the other ranks cannot be reached any more: one of them has ended; see "
+                "what it says"
             ) from error
         self._check_stages([name for name, _ in seen])
         return [one for _, one in seen]
@@ -273,32 +273,29 @@ class Group:
             if not _is_of_a_collective(error):
                 raise
             raise RankError(
-                f"rank {self.rank} was left alone in the middle of a step ({_first_line(error)}): another rank has "
-                f"ended, or did not come within the group's time-out of {self._timeout_s:.0f} s. Some of this step may "
+                f"rank {self.rank} was left alone in the middle of a step: {self._why(error)}. Some of this step may "
                 "have been done: start again from the last saved state"
             ) from error
 
+    def _why(self, error: BaseException) -> str:
+        """What a backend's words about sockets mean for ranks; its own are the error's cause."""
+        words, late = str(error).lower(), f"did not come within the group's time-out of {self._timeout_s:.0f} s"
+        if any(sign in words for sign in _ENDED):
+            return "another rank has ended; see what it says"
+        if any(sign in words for sign in _LATE):
+            return f"another rank {late}"
+        return f"another rank has ended, or {late}"
 
-_SIGNS = (
-    "gloo",
-    "nccl",
-    "connection closed",
-    "connection reset",
-    "timed out",
-    "timeout",
-    "processgroup",
-    "broken pipe",
-)
+
+_ENDED = ("connection closed", "connection reset", "connection refused", "broken pipe")
+_LATE = ("timed out", "timeout")
+_SIGNS = ("gloo", "nccl", "processgroup", *_ENDED, *_LATE)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
     if isinstance(error, (dist.DistError, RankError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # -- one plan for all -------------------------------------------------------------------------------------------------

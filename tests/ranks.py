@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -20,6 +22,8 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 20.0
 DEADLINE_S = 120.0  # never reached unless something hangs
+# What torch imports when a model is wrapped or sharded: here once, instead of on every rank of every test.
+NEEDED_BY_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class Told:
 
 def told_by(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = GROUP_TIMEOUT_S) -> list[Told]:
     """`work(rank, *args)` in `ranks` processes of one gloo group, which meet in a file; what each of them told."""
+    for name in NEEDED_BY_RANKS:
+        importlib.import_module(name)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -96,6 +102,7 @@ def _work(
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.freeze()  # what pytest left behind is nobody's garbage here, and looking through it copies its pages
     try:
         dist.init_process_group(
             "gloo",

@@ -99,7 +99,10 @@ def _dies(rank: int) -> None:
 def test_a_rank_that_dies_leaves_the_others_with_a_sentence() -> None:
     first, second = told_by(_dies)
     assert second.lost
-    assert first.error.startswith("RankError: rank 0 was left alone in the middle of a step")
+    assert first.error.startswith(
+        "RankError: rank 0 was left alone in the middle of a step: another rank has ended; see what it says. Some of"
+    )
+    assert "direct cause" in first.trace, "what gloo said of sockets"
 
 
 def _stays_away(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +145,7 @@ def _proven(rank: int, make: Any, batches: Any, step: Any, make_optimizer: Any, 
 def test_a_planned_step_of_replicas_is_eagers_to_the_bit_on_every_rank(
     make: Any, batches: Any, step: Any, make_optimizer: Any, budget: str, ranks: int
 ) -> None:
+    make()  # what this imports, ranks have
     of_ranks = on_ranks(_proven, make, batches, step, make_optimizer, budget, ranks=ranks)
     for proof, collectives, solution, types in of_ranks:
         assert proof.exact
@@ -228,26 +230,32 @@ def in_bfloat16(model: Any, optimizer: Any, batch: Any) -> Tensor:
     return loss.detach()
 
 
-def _other_forms(rank: int) -> list[tuple[bool, float]]:
+def _other_forms(rank: int, folder: str) -> list[tuple[bool, float, int]]:
+    """Whether each is exact, how far its peak is from the predicted one, and how many tensors it moves to files."""
     found = []
+    moving = {"host_link": 1000, "offload_dir": folder, "strategy": "offload_only"}
     for step, wrapping, options in (
         (zeroed, {"gradient_as_bucket_view": True}, {}),
         (in_bfloat16, {}, {"free_gradients": True, "early_updates": True}),
+        (clipped, {}, moving),
     ):
         model, optimizer = wrapped(rank, **wrapping)
         for _ in range(2):
             step(model, optimizer, batch_of(rank))
-        proof = planned(step, model, optimizer, batch_of(rank), verify=2, budget="80%", **options).verification
+        one = planned(step, model, optimizer, batch_of(rank), verify=2, budget="80%", **options)
+        proof = one.verification
         assert proof is not None
-        found.append((proof.exact, proof.prediction_error))
+        found.append((proof.exact, proof.prediction_error, len(one.solution.moved)))
     return found
 
 
-def test_gradients_that_stay_and_gradients_that_go_early_are_eagers_to_the_bit() -> None:
-    for proofs in on_ranks(_other_forms):
-        for exact, error in proofs:
+def test_gradients_that_stay_or_go_early_and_moves_to_a_host_are_eagers_to_the_bit(tmp_path: Path) -> None:
+    for proofs in on_ranks(_other_forms, str(tmp_path)):
+        for exact, error, _ in proofs:
             assert exact
             assert_predicted(error)
+        assert [moved > 0 for _, _, moved in proofs] == [False, False, True]
+    assert not list(tmp_path.iterdir()), "files are gone when the ranks are"
 
 
 # -- budgets in bytes -----------------------------------------------------------------------------------------------
