@@ -258,6 +258,7 @@ def checkpoint_model(
     """
     whole, model = model, planned_part(model)
     _check_model(model)
+    _check_options(optimizer=optimizer, dynamic=dynamic)
     settings = read_settings(
         ModelSettings,
         device_of(model),
@@ -296,8 +297,7 @@ def uncheckpoint(model: nn.Module) -> nn.Module:
     if not isinstance(planned, PlannedModel):
         raise PlannerError("this model is not planned: there is nothing to undo")
     planned.taken.undo()
-    model._compiled_call_impl = None
-    del model.__dict__["planned"]
+    del model._compiled_call_impl, model.__dict__["planned"]
     whole.__dict__.pop("planned", None)
     return whole
 
@@ -309,6 +309,13 @@ def _kernels(name: str) -> Kernels:
     return Kernels(name)
 
 
+def _check_options(*, optimizer: object, dynamic: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise PlannerError(f"optimizer={optimizer!r}: give the torch.optim.Optimizer that will step the model, or None")
+    if dynamic not in (True, False, None):
+        raise PlannerError(f"dynamic={dynamic!r}: there are True, False and None")
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PlannerError(f"checkpoint_model takes a model, not a {type(model).__name__}")
@@ -316,6 +323,8 @@ def _check_model(model: nn.Module) -> None:
         raise PlannerError("this model is planned already: uncheckpoint(model) first, then plan it anew")
     if model._compiled_call_impl is not None or type(model).__name__ == "OptimizedModule":
         raise PlannerError("this model is compiled: plan the model itself, before torch.compile")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PlannerError("this model is compiled by TorchScript: plan the model that it was made from")
     devices = {p.device for p in model.parameters()}
     if not devices:
         raise PlannerError("this model has no parameters: there is nothing to train, so nothing to plan")

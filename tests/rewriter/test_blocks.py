@@ -395,6 +395,39 @@ def test_a_smaller_batch_is_served_and_a_larger_one_is_planned_for_at_its_size(s
     assert stacked.planned.verification.exact
 
 
+class Picking(Stacked):
+    """Rows that begin with a positive number go through the blocks."""
+
+    def forward(self, x):
+        picked = x[:, 0] > 0
+        return torch.cat([super().forward(x[picked]), x[~picked, :4]])
+
+
+def picked(count):
+    """Rows of which so many go through the blocks."""
+    rows = ROWS.abs().clone()
+    rows[count:, 0] *= -1
+    return rows
+
+
+def test_data_that_make_a_step_much_larger_than_the_one_that_was_watched_are_planned_for_at_their_size():
+    planned = checkpoint_model(Picking().train(), budget="60%", strategy="mutwo")
+    for count in (32, 256):
+        planned(picked(count)).sum().backward()
+        planned.zero_grad()
+    found = planned.planned.verification
+    assert found.exact
+    assert found.measured_peak_bytes <= found.predicted_peak_bytes < 0.75 * found.eager_peak_bytes
+
+
+def test_over_budget_says_by_how_much_plans_were_measured_above_what_was_predicted():
+    planned = checkpoint_model(Picking().train(), budget="38%", strategy="mutwo")
+    planned(picked(220)).sum().backward()
+    planned.zero_grad()
+    with pytest.raises(OverBudget, match=r"plans before it were measured .* above their predictions"):
+        planned(picked(256))
+
+
 def test_a_plan_of_another_step_is_told_and_blocks_are_chosen_anew(stacked, tmp_path):
     stacked.planned.save(tmp_path / "plan.json")
     other = Stacked([Widened() for _ in range(5)]).train()

@@ -16,6 +16,7 @@ from planner.simulator import simulate
 from profiler.measuring.meters import CpuMeter, peak_above_start
 from profiler.tracing.eager_ways.assumptions import Turns
 from rewriter import BackwardError, OverBudget, VerificationError, checkpoint_model
+from rewriter import model as model_door
 from rewriter.model import ways_for
 from rewriter.proof import same_bits
 from rewriter.ways.blocks.way import BlockWise
@@ -28,6 +29,7 @@ from rewriter.ways.compiled.graph_proof import prove_graph
 from rewriter.ways.compiled.inductor_way import Differences, InductorWay
 from rewriter.ways.compiled.options import OptionError
 from rewriter.ways.compiled.proving import RouteProofs
+from rewriter.ways.own_capture.way import OwnCapture
 from rewriter.ways.rehearsal import stop_watching
 
 WIDTH = 16
@@ -448,18 +450,24 @@ class Counted(Routed):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [Routed, Counted])
-def test_numbers_that_differ_at_every_step_end_own_capture_after_a_handful(make):
+def test_numbers_that_differ_at_every_step_end_own_capture_after_a_handful(monkeypatch, make):
+    monkeypatch.setitem(model_door.WAYS, Kernels.EAGER, (OwnCapture, BlockWise))  # which takes all that comes
     eager, planned = pair_of(make)
-    checkpoint_model(planned, budget="90%", strategy="mutwo")
-    captures = list[int]()
-    for i, count in enumerate([64, 64, 96, 64, 96, 64, 96, 64, 96]):
-        own = planned.planned.taken
+    own = checkpoint_model(planned, budget="90%", strategy="mutwo", prove=False).planned.taken
+    for i, count in enumerate([64, 64, 96, 64, 96, 64, 96, 64]):
         batch = rows(count + i)[:count]
         assert all(map(same_bits, stepped(eager, eager, batch, seed=i), stepped(planned, planned, batch, seed=i)))
-        captures += [own._captures] if planned.planned.way is Way.OWN_CAPTURE else []
-    assert planned.planned.way is not Way.OWN_CAPTURE
-    assert max(captures) <= 2 + Turns.MOST_NUMBERS
+    assert planned.planned.way is Way.BLOCKS
+    assert own._captures <= 2 + Turns.MOST_NUMBERS
     assert "further captures already" in planned.planned.refusals[0][1]
+
+
+def test_sizes_on_which_data_decide_are_predicted_in_proportion_to_the_batch():
+    eager, planned = pair_of(Routed)
+    checkpoint_model(planned, budget="75%", strategy="mutwo", dynamic=True)
+    assert_equal_steps(eager, planned, planned, [256, 256, 1024])
+    predicted = planned.planned.timeline().above_start_bytes
+    assert abs(measured(planned, planned, rows(1024)) - predicted) <= 0.05 * predicted
 
 
 class Kept(Broken):

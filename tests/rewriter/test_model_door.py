@@ -254,20 +254,35 @@ def test_a_weight_that_changes_between_forward_and_backward_is_noticed_as_in_eag
 
 
 def test_uncheckpoint_puts_the_model_back():
-    _, planned = pair_of(TwoHeads)
+    model = TwoHeads()
+    before = dict(vars(model))
+    planned = checkpoint_model(model, budget="90%", strategy="mutwo")
     trained(planned, lambda model, i: model(ROWS)["left"].sum(), steps=2)
     uncheckpoint(planned)
-    assert not hasattr(planned, "planned")
-    assert planned._compiled_call_impl is None
+    assert vars(model) == before
     with pytest.raises(PlannerError, match="not planned"):
         uncheckpoint(planned)
 
 
 def test_a_budget_that_nobody_can_meet_names_the_floor_and_leaves_the_model():
-    _, planned = pair_of(TwoHeads, budget="1KiB")
+    eager, planned = pair_of(TwoHeads, budget="1KiB")
+    planned(ROWS)["left"].sum().backward()
+    planned.zero_grad()
     with pytest.raises(OverBudget, match="No plan at all can go under"):
-        trained(planned, lambda model, i: model(ROWS)["left"].sum(), steps=2)
+        planned(ROWS)
     uncheckpoint(planned)
+    assert vars(planned).keys() == vars(eager).keys()
+    assert_same_state(eager, planned)
+
+
+def on_two_devices():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+def compiled_in_place():
+    model = nn.Linear(2, 2)
+    model.compile(backend="eager")
+    return model
 
 
 @pytest.mark.parametrize(
@@ -279,15 +294,29 @@ def test_a_budget_that_nobody_can_meet_names_the_floor_and_leaves_the_model():
         (lambda: nn.Linear(2, 2), {"budget": "50%", "most_shapes": 0}, PlannerError, "at least 1"),
         (lambda: nn.Linear(2, 2), {"budget": "50%", "time_limit_s": 0}, PlannerError, "seconds"),
         (lambda: nn.Linear(2, 2), {"budget": "50%", "plan": "nowhere.json"}, FileFormatError, "no such plan"),
+        (lambda: nn.Linear(2, 2), {"budget": "50%", "optimizer": 3}, PlannerError, "optimizer=3: give the torch"),
+        (lambda: nn.Linear(2, 2), {"budget": "50%", "dynamic": "yes"}, PlannerError, "dynamic='yes': there are"),
         (nn.ReLU, {"budget": "50%"}, PlannerError, "no parameters"),
+        (on_two_devices, {"budget": "50%"}, PlannerError, r"several devices \(cpu, meta\).*: move it to one"),
         (lambda: checkpoint_model(nn.Linear(2, 2), budget="50%"), {"budget": "50%"}, PlannerError, "planned already"),
         (lambda: torch.compile(nn.Linear(2, 2)), {"budget": "50%"}, PlannerError, "compiled"),
-        (lambda: 3, {"budget": "50%"}, PlannerError, "takes a model, not a int"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), {"budget": "50%"}, PlannerError, "compiled by TorchScript"),
+        (compiled_in_place, {"budget": "50%"}, PlannerError, "compiled"),
     ],
 )
-def test_bad_input_is_one_sentence(model, options, kind, said):
-    with pytest.raises(kind, match=said):
-        checkpoint_model(model(), **options)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_bad_input_is_one_sentence_and_the_model_as_it_was(model, options, kind, said):
+    given = model()
+    before = dict(vars(given))
+    with pytest.raises(kind, match=said) as error:
+        checkpoint_model(given, **options)
+    assert ". " not in str(error.value)
+    assert vars(given) == before
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(PlannerError, match="takes a model, not a int"):
+        checkpoint_model(3, budget="50%")
 
 
 class Other(PlannedWay):

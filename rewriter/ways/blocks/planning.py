@@ -94,9 +94,9 @@ class Planner:
 
     def form(self, kind: Kind) -> BlockForm:
         """Planned and proven; planned for less where it was measured over the budget. OverBudget if nothing fits."""
-        less_bytes = 0
+        less_bytes = beyond_bytes = 0
         for _ in range(TRIES):
-            chosen, solution, limit = self._solved(less_bytes)
+            chosen, solution, limit = self._solved(less_bytes, beyond_bytes)
             form = self._form(kind, chosen, solution)
             found = self._verified(form)
             form = replace(form, verification=found, solution=proven(solution, found, why_not="prove=False"))
@@ -105,14 +105,19 @@ class Planner:
                 return form
             log.info("measured %s over the budget: planned again for less", human_bytes(over_bytes))
             less_bytes += over_bytes
+            assert found is not None
+            beyond_bytes = max(beyond_bytes, found.measured_peak_bytes - found.predicted_peak_bytes)
         warn_caller(
             f"the model planned by blocks was measured {human_bytes(over_bytes)} over its budget of "
             f"{human_bytes(limit)}: {form.verification}. Its bytes are estimates; ask for less"
         )
         return form
 
-    def _solved(self, less_bytes: int) -> tuple[BlockGraph, Solution, int]:
-        """The cheapest plan that fits over all ways to take the model apart, and the budget in bytes."""
+    def _solved(self, less_bytes: int, beyond_bytes: int) -> tuple[BlockGraph, Solution, int]:
+        """The cheapest plan that fits over all ways to take the model apart, and the budget in bytes.
+
+        `less_bytes` are left free; by `beyond_bytes` plans before this one were measured above their predictions.
+        """
         settings, answers = self.settings, list[tuple[BlockGraph, Solution]]()
         elsewhere = self._elsewhere_bytes()
         device, seconds = device_of(self.model), settings.time_limit_s / len(self.graphs)
@@ -128,7 +133,7 @@ class Planner:
                 answers.append((blocks, solve_if_needed(problem, settings.strategy, label=settings.label)))
         chosen, solution = min(answers, key=lambda answer: _rank(answer[1]))
         if solution.status is not Status.FITS:
-            raise over_budget(solution, limit, margin, elsewhere_bytes=elsewhere, beyond_bytes=less_bytes)
+            raise over_budget(solution, limit, margin, elsewhere_bytes=elsewhere, beyond_bytes=beyond_bytes)
         if settings.in_bytes:
             there = elsewhere + self.rehearsed.profile.gradient_bytes
             self.steps.check_fits(self.batch, total_bytes=total, elsewhere_bytes=there)
