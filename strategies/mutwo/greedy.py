@@ -73,13 +73,20 @@ class MuTwo:
         return replace(plan, cut_off=time.perf_counter() > deadline)
 
     def _with_moves(self, problem: Problem) -> Plan:
-        """The cheapest of what recomputation does alone and of both together, by either order."""
+        """The cheapest of what recomputation does alone and of both together, by either order.
+
+        Where none of them fits, all that helps is moved first, since what is dropped needs room to be computed again.
+        """
         deadline = time.perf_counter() + problem.time_limit_s
         plans = [self.plan(problem.without_link())]
         for counted in (False, True):
             if time.perf_counter() < deadline:
                 plans.append(Swapping(problem, counted=counted, deadline=deadline).run().plan)
-        return replace(cheapest(problem, plans), cut_off=time.perf_counter() > deadline)
+        best = cheapest(problem, plans)
+        if time.perf_counter() < deadline and not problem.fits(problem.timeline(best)):
+            moved = Swapping(problem, dropping=False, deadline=deadline).run().moved
+            best = cheapest(problem, [best, Swapping(problem, moved=moved, deadline=deadline).run().plan])
+        return replace(best, cut_off=time.perf_counter() > deadline)
 
 
 def curve(graph: Graph, *, in_place: bool = True, deadline: float = math.inf) -> list[Prefix]:

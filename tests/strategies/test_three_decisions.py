@@ -148,6 +148,13 @@ def test_a_host_without_room_gets_nothing(spec):
     assert solution.timeline.host_peak_bytes == 0
 
 
+@pytest.mark.parametrize("graph", [residual_tower(12), transformer(6)], ids=lambda g: g.name)
+def test_both_together_fit_wherever_moving_alone_does_and_take_no_longer(graph):
+    for share in (0.15, 0.25, 0.3):
+        problem = at(graph, share, HostLink.of(1.0, latency_us=10.0))
+        assert rank(solve(problem, MuTwo())) <= rank(solve(problem, strategies.make("offload_only")))
+
+
 def test_moving_alone_recomputes_nothing():
     solution = solve(at(residual_tower(4), 0.5), strategies.make("offload_only"))
     assert solution.moved
