@@ -80,7 +80,7 @@ class Incremental:
     def recompute_us(self) -> float:
         """Time of all reruns."""
         if self._recompute_us is None:
-            self._recompute_us = sum(self._time_us[op] for op in self._rerun_ops)
+            self._recompute_us = float(self._rerun_us.sum())
         return self._recompute_us
 
     def rerun_stage(self, op: int) -> int:
@@ -152,11 +152,11 @@ class Incremental:
     def _move(self, op: int, old: int, new: int) -> None:
         if old != NEVER_STAGE:
             self._chains[old].remove(op)
-            self._rerun_ops.discard(op)
+            self._rerun_us[op] = 0.0
         if new != NEVER_STAGE:
             self._chains.setdefault(new, []).append(op)
             self._chains[new].sort()
-            self._rerun_ops.add(op)
+            self._rerun_us[op] = self._time_us[op]
         self._stage[op] = new
 
     def _wanted_stage(self, op: int) -> int:
@@ -309,7 +309,8 @@ class Incremental:
         for op, stage in enumerate(self._stage):
             if stage != NEVER_STAGE:
                 self._chains.setdefault(stage, []).append(op)
-        self._rerun_ops = {op for op, stage in enumerate(self._stage) if stage != NEVER_STAGE}
+        is_rerun = np.array(self._stage, dtype=np.int64) != NEVER_STAGE
+        self._rerun_us = np.where(is_rerun, self._time_us, 0.0)  # per op: what its rerun takes, 0 without one
         self._spans = [self._span(storage.id) for storage in graph.storages]
         for storage, span in enumerate(self._spans):
             if span is not None:
