@@ -23,9 +23,21 @@ def why_nothing_moves(
     if host_budget_bytes is not None and smallest > host_budget_bytes:
         room = human_bytes(host_budget_bytes)
         return f"the host may hold {room}, and the smallest activation that idles has {human_bytes(smallest)}"
-    if not idle_at_peak(graph, schedule, timeline):
+    idle = idle_at_peak(graph, schedule, timeline)
+    if not idle:
         return f"it would not lower the peak, which lies {where_the_peak_is(graph, schedule, timeline)}"
-    return f"nothing was found that would be cheaper over {link}"
+    room = too_little_room(graph, idle, host_budget_bytes)
+    return f"nothing was found that would be cheaper over {link}{' where ' if room else ''}{room}"
+
+
+def too_little_room(graph: Graph, idle: tuple[int, ...], host_budget_bytes: int | None) -> str:
+    """What idles at a peak beside what the host may hold of it; "" where it may hold all of that."""
+    nbytes = sum(graph.storages[s].nbytes for s in idle)
+    if host_budget_bytes is None or nbytes <= host_budget_bytes:
+        return ""
+    return (
+        f"{human_bytes(nbytes)} idle at the peak and the host may hold {human_bytes(host_budget_bytes)} (host_budget)"
+    )
 
 
 def where_the_peak_is(graph: Graph, schedule: Schedule, timeline: Timeline) -> str:

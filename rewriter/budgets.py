@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from planner.analysis import Floor, floor
-from planner.culprits import where_the_peak_is
+from planner.culprits import idle_at_peak, too_little_room, where_the_peak_is
 from planner.errors import BudgetError, PlannerError
 from planner.ir import Graph, Role
 from planner.simulator import unplanned
@@ -114,10 +114,13 @@ def over_budget(
 
 def _where(solution: Solution) -> str:
     """Where the peak lies of a plan that could have moved tensors to the host, and what moving cannot take away."""
-    if solution.problem.host_link is None or solution.schedule is None or solution.timeline is None:
+    problem, schedule, timeline = solution.problem, solution.schedule, solution.timeline
+    if problem.host_link is None or schedule is None or timeline is None:
         return ""
-    where = where_the_peak_is(solution.problem.graph, solution.schedule, solution.timeline)
-    return f", {where}: moving tensors to the host does not take that away"
+    where = where_the_peak_is(problem.graph, schedule, timeline)
+    idle = idle_at_peak(problem.graph, schedule, timeline)
+    room = too_little_room(problem.graph, idle, problem.host_budget_bytes)
+    return f", {where}: moving tensors to the host does not take that away{'; beside it ' if room else ''}{room}"
 
 
 def _help(graph: Graph, lowest: Floor, limit_bytes: int, *, whole_step: bool) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -71,6 +71,12 @@ class Form:
         return self.ready.traced.convention.check(batch)
 
 
+NO_COPY = (
+    "a planned step changes the model and the optimizer that it was planned with, and is not copied: copy those, and plan "
+    "them with checkpoint(..., plan=) and what step.save() wrote"
+)
+
+
 class CheckpointedStep:
     """A drop-in for the user's train step: same numbers, within the budget.
 
@@ -95,6 +101,12 @@ class CheckpointedStep:
 
     def __repr__(self) -> str:
         return f"a planned step: {self.solution if self._forms else 'nothing is planned yet'}"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise PlannerError(NO_COPY)
+
+    def __reduce__(self) -> NoReturn:
+        raise PlannerError(NO_COPY)
 
     def __call__(self, batch: Any) -> Any:
         """One training step on `batch`; returns what the user's own step returns."""

@@ -109,10 +109,11 @@ class Move:
     Its buffer is given back with the move itself: who goes backward twice fetches it twice.
     """
 
+    _held: Tensor | None = None  # here, since an interrupt may come before the first line of __init__
+    _buffer: Any = None
+
     def __init__(self, host: Host, tensor: Tensor) -> None:
         self._host = host
-        self._held: Tensor | None = None
-        self._buffer: Any = None
         self._nbytes = tensor.untyped_storage().nbytes()
         self._device = tensor.device
         self._buffer = host.take(self._nbytes)

@@ -47,6 +47,10 @@ def test_what_lies_idle_at_the_peak_could_be_moved():
     assert "f0" in names(graph, idle)
     assert why(graph, schedule) == "nothing was found that would be cheaper over 24 GB/s"
     assert why(graph, schedule, host_budget_bytes=1).startswith("the host may hold 1 B, and the smallest activation")
+    assert why(graph, schedule, host_budget_bytes=150).endswith(
+        f"where {100 * len(idle)} B idle at the peak and the host may hold 150 B (host_budget)"
+    )
+    assert why(graph, schedule, host_budget_bytes=100 * len(idle)).endswith("cheaper over 24 GB/s")
 
 
 @pytest.mark.parametrize(("link", "said"), [(None, ""), (LINK, "nothing was found")])

@@ -1,8 +1,10 @@
 """Plans that move tensors to the host, carried out: equal to the bit, within the budget, nothing left behind."""
 
+import copy
 import errno
 import os
-import warnings
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
@@ -18,6 +20,7 @@ from planner.incremental import Incremental
 from planner.placement import Move, Placement
 from planner.schedule import COPY_IN, COPY_OUT, Launch, Wait
 from planner.solve import Problem, Status, solve
+from profiler.measuring import hosts
 from profiler.measuring.hosts import FileHost, HostError
 from profiler.measuring.op_times import measure
 from profiler.workload import Workload
@@ -218,25 +221,59 @@ def test_where_moving_cannot_help_the_error_names_the_op_that_makes_the_peak(tmp
         plan(tmp_path, host_link=1000, budget="12%", time_limit_s=1.0)
 
 
-def test_a_step_broken_off_between_two_copies_leaves_the_next_one_right(tmp_path, monkeypatch):
-    from profiler.measuring import hosts
+def test_steps_after_one_that_was_broken_off_in_any_part_of_a_move_are_as_if_it_had_not_been(tmp_path, monkeypatch):
+    batch = small()[3]
+    undisturbed, planned = (plan(tmp_path, host_link=1000, strategy="offload_only") for _ in range(2))
+    torch.manual_seed(1)
+    expected = [undisturbed(batch) for _ in range(5)]
+    torch.manual_seed(1)
+    losses = [planned(batch)]
+    for part in ("__init__", "away", "fetch", "back"):
+        generator = torch.get_rng_state()
+        with monkeypatch.context() as patching, pytest.raises(KeyboardInterrupt):
+            patching.setattr(hosts.Move, part, interrupted_at_second(getattr(hosts.Move, part)))
+            planned(batch)
+        torch.set_rng_state(generator)  # which eager's broken steps draw from too
+        losses.append(planned(batch))
+    assert all(map(torch.equal, losses, expected))
+    assert list(tmp_path.iterdir()) == []
 
-    planned = plan(tmp_path, host_link=1000, strategy="offload_only")
-    batch, fetch, calls = small()[3], hosts.Move.fetch, []
 
-    def interrupted(move):
+def interrupted_at_second(method):
+    calls = []
+
+    def interrupted(move, *given):
         calls.append(move)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        fetch(move)
+        return method(move, *given)
 
-    monkeypatch.setattr(hosts.Move, "fetch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        planned(batch)
-    assert list(tmp_path.iterdir()) == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.isfinite(planned(batch))
+    return interrupted
+
+
+def test_two_planned_steps_in_two_threads_move_and_train_as_each_does_alone(tmp_path):
+    def made():
+        step, model, optimizer, batch = small()
+        for layer in model:
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0  # the generator is one for all threads
+        given = {"budget": "60%", "strategy": "offload_only", "host_link": 1000, "offload_dir": tmp_path}
+        return checkpoint(step, model, optimizer, batch, **given), batch
+
+    def trained_by(planned, batch):
+        return [planned(batch) for _ in range(8)]
+
+    alone, *both = trained_by(*made()), made(), made()
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda one: trained_by(*one), both):
+            assert all(map(torch.equal, found, alone))
+
+
+def test_a_planned_step_is_not_copied_and_says_what_to_do(tmp_path):
+    planned = plan(tmp_path, host_link=1000, strategy="offload_only")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PlannerError, match="is not copied: copy those, and plan them"):
+            copied(planned)
 
 
 def test_the_lanes_of_a_schedule_are_the_ones_carried_out(ready):
