@@ -72,8 +72,8 @@ class Form:
 
 
 NO_COPY = (
-    "a planned step changes the model and the optimizer that it was planned with, and is not copied: copy those, and plan "
-    "them with checkpoint(..., plan=) and what step.save() wrote"
+    "a planned step changes the model and the optimizer that it was planned with, and is not copied: copy those, and "
+    "plan them with checkpoint(..., plan=) and what step.save() wrote"
 )
 
 

@@ -230,9 +230,10 @@ def test_steps_after_one_that_was_broken_off_in_any_part_of_a_move_are_as_if_it_
     losses = [planned(batch)]
     for part in ("__init__", "away", "fetch", "back"):
         generator = torch.get_rng_state()
-        with monkeypatch.context() as patching, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patching:
             patching.setattr(hosts.Move, part, interrupted_at_second(getattr(hosts.Move, part)))
-            planned(batch)
+            with pytest.raises(KeyboardInterrupt):
+                planned(batch)
         torch.set_rng_state(generator)  # which eager's broken steps draw from too
         losses.append(planned(batch))
     assert all(map(torch.equal, losses, expected))
