@@ -287,7 +287,7 @@ def _traced_again(workload: Workload, traced: TracedStep, liberties: Liberties) 
     flags_before = [(module, name, not value) for module, name, value in traced.convention.flags_after]
     with trials.as_after() as stale, patched(flags_before):
         try:
-            again = trace_again(workload, optimizer_outside=liberties.optimizer_outside)
+            again = trace_again(workload, optimizer_outside=liberties.optimizer_outside, layout=traced.layout)
         except CaptureError as error:
             refuse_carried(stale.read_of(()) or stale.sentences, because=error)
             raise
@@ -302,7 +302,7 @@ def _traced_again(workload: Workload, traced: TracedStep, liberties: Liberties) 
 def _check_made_for_good(workload: Workload, traced: TracedStep, liberties: Liberties) -> None:
     """CaptureError where what a step makes at its first call, of constants, does not stay as it is."""
     with traced.convention.guards.trials.as_after(with_constants=True) as stale:
-        again = trace_again(workload, optimizer_outside=liberties.optimizer_outside)
+        again = trace_again(workload, optimizer_outside=liberties.optimizer_outside, layout=traced.layout)
         read = stale.read_of(again.outside)
         refuse_grown(stale.read_of(again.written))
     grown = [c for c in again.changes if c.weight is Weight.REMADE and c.read]

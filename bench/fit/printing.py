@@ -172,7 +172,8 @@ def _print_how(report: FitReport) -> None:
     if not report.substitutions:
         lines.append(f"No op was replaced by another that {report.device} would run.")
     lines.append(
-        f"Captured in {report.capture_s:.1f} s, planned in {report.plan_s:.1f} s. Nothing was measured on a GPU."
+        f"Captured in {report.capture_s:.1f} s, planned in {report.plan_s:.1f} s, {report.search_s:.1f} s for other "
+        f"batches and {'devices' if report.cluster is None else 'ranks'}. Nothing was measured on a GPU."
     )
     console.print("\n".join(lines), highlight=False)
 

@@ -111,6 +111,7 @@ class _Question:
         asked = simulate(step.graph(self.batch), self.book.unplanned)
         asked_floor = _floor(step, self.batch)
         solution = self._plan_asked()
+        answered = time.perf_counter()
         self.largest_possible = largest(lambda b: not self._cannot_fit(step, b))
         self._fill_book()
         by_limit = self._largest()
@@ -142,8 +143,9 @@ class _Question:
             substitutions=self.captures[0].substitutions,
             unknown=self.captures[0].unknown,
             capture_s=captured - started,
-            plan_s=time.perf_counter() - captured,
+            plan_s=answered - captured,
             cluster=None if self.cluster is None else self._of_cluster(self.cluster, fits=fits, planned=planned),
+            search_s=time.perf_counter() - answered,
         )
 
     # -- capture ----------------------------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ class FitReport:
     substitutions: tuple[Substitution, ...]
     unknown: tuple[str, ...]
     capture_s: float
-    plan_s: float
+    plan_s: float  # of the asked batch
+    search_s: float  # other batches, devices and numbers of ranks
     cluster: ClusterReport | None = None
 
     @property

@@ -62,6 +62,7 @@ class Trace:
     ops: tuple[OpSeen, ...]  # in the order in which the step ran them
     outside: tuple[Tensor, ...]  # tensors that it used and that are neither the model's nor the batch's
     redraws: tuple[Redraw, ...]  # draws that repeat earlier ones, which is not in the graph yet
+    layout: Layout | None = None  # buckets of replicas, where an attempt before this one found them
 
 
 def trace_step(
@@ -72,14 +73,16 @@ def trace_step(
     *,
     optimizer_outside: bool = False,
     kernels: GpuKernels | None = None,
+    layout: Layout | None = None,
 ) -> Trace:
     """Trace the step; a second time where the first shows that its assumptions do not hold.
 
-    Nothing of a trace stays anywhere but in what is returned, or CaptureError names the place.
+    `layout` is what an earlier trace found of the buckets. Nothing of a trace stays anywhere but in what is returned,
+    or CaptureError names the place.
     """
     with interrupts_come_between():
         trace, mode = _attempts(
-            train_step, model, optimizer, batch, optimizer_outside=optimizer_outside, kernels=kernels
+            train_step, model, optimizer, batch, optimizer_outside=optimizer_outside, kernels=kernels, layout=layout
         )
     if fake_mode_of(model) is None:
         refuse_leftovers(mode, trace.module.graph)
@@ -94,10 +97,10 @@ def _attempts(
     *,
     optimizer_outside: bool,
     kernels: GpuKernels | None,
+    layout: Layout | None,
 ) -> tuple[Trace, FakeTensorMode]:
     reason = "it was asked to stay outside the graph" if optimizer_outside else why_opaque(optimizer)
     probing = noting = on_eagers_path = True
-    layout: Layout | None = None
     for _ in range(6):
         session = _Session(
             train_step,
@@ -113,7 +116,8 @@ def _attempts(
         session.on_eagers_path = on_eagers_path
         try:
             # In a context of its own: a context variable that the step sets goes with it.
-            return copy_context().run(session.trace), session.placed.stand_ins.mode
+            trace = copy_context().run(session.trace)
+            return replace(trace, layout=layout), session.placed.stand_ins.mode
         except ProbesReadError:
             probing = False
         except LayoutFoundError as found:

@@ -29,7 +29,7 @@ from profiler.tracing.fx_graphs.typed_graph import lift
 from profiler.tracing.guards import Change
 from profiler.tracing.joint import ForwardAndBackward
 from profiler.tracing.one_trace import Trace, trace_step
-from profiler.tracing.ranks.replicated import refuse_unsupported
+from profiler.tracing.ranks.replicated import Layout, refuse_unsupported
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
 from profiler.tracing.ranks.torch_distributed import BY_ITSELF
 from profiler.tracing.trials.audit import OpSeen
@@ -60,6 +60,7 @@ class TracedStep:
     opaque_reason: str
     train_step: TrainStep | None = None  # the user's own
     raw_ops: tuple[OpSeen, ...] = ()  # as they came from the tracer
+    layout: Layout | None = None  # buckets of replicas, for traces to come
     planning_only: str = ""
     substitutions: tuple[Substitution, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -143,6 +144,7 @@ def capture(
         opaque_reason=trace.opaque_reason,
         train_step=train_step,
         raw_ops=trace.ops,
+        layout=trace.layout,
         planning_only=_why_planning_only(model, target),
         substitutions=() if kernels is None else kernels.substitutions,
         unknown=() if kernels is None else kernels.unknown,
@@ -186,10 +188,17 @@ class TraceAgain:
     changes: tuple[Change, ...]
 
 
-def trace_again(workload: Workload, *, optimizer_outside: bool) -> TraceAgain:
-    """One more trace of the step."""
+def trace_again(workload: Workload, *, optimizer_outside: bool, layout: Layout | None = None) -> TraceAgain:
+    """One more trace of the step; with the buckets that the first one found it need not look for them."""
     train_step, optimizer = with_stand_in_optimizer(workload.train_step, workload.optimizer)
-    again = trace_step(train_step, workload.model, optimizer, workload.batch, optimizer_outside=optimizer_outside)
+    again = trace_step(
+        train_step,
+        workload.model,
+        optimizer,
+        workload.batch,
+        optimizer_outside=optimizer_outside,
+        layout=layout,
+    )
     convention = again.convention
     return TraceAgain(
         ops=again.ops,

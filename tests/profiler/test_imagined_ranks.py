@@ -13,8 +13,9 @@ from planner.simulator import unplanned
 from profiler.errors import CaptureError
 from profiler.estimating.devices import DEVICES, find_device
 from profiler.estimating.roofline import estimated
+from profiler.tracing import one_trace
 from profiler.tracing.ranks.imagined import Sharding, imagined_group, shared_out, units
-from profiler.tracing.whole_step import capture_without_memory
+from profiler.tracing.whole_step import capture, capture_without_memory, trace_again
 from profiler.workload import Workload
 
 WIDTH, RANKS = 48, 8
@@ -55,6 +56,21 @@ def test_shards_are_gathered_and_reduced_and_replicas_summed():
     kinds = {sharding: {work.kind.value for work in collectives(sharding)} for sharding in Sharding}
     assert kinds == {Sharding.FSDP2: {"all-gather", "reduce-scatter"}, Sharding.DDP: {"all-reduce"}}
     assert {work.ranks for sharding in Sharding for work in collectives(sharding)} == {RANKS}
+
+
+def test_buckets_that_one_trace_found_are_not_looked_for_again(monkeypatch):
+    traced = []
+    trace = one_trace._Session.trace
+    monkeypatch.setattr(one_trace._Session, "trace", lambda session: [traced.append(1), trace(session)][1])
+    with imagined_group(2) as mesh:
+        model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # more than the first bucket's megabyte
+        optimizer = torch.optim.SGD(model.parameters())
+        workload = shared_out(Workload(step, model, optimizer, torch.randn(2, 600)), Sharding.DDP, mesh)
+        first = capture(*workload)
+        assert len(traced) == 2, "torch's own order, and the one in which gradients came"
+        again = trace_again(workload, optimizer_outside=False, layout=first.layout)
+    assert len(traced) == 3
+    assert [op.whole for op in again.ops] == [op.whole for op in first.raw_ops]
 
 
 @pytest.mark.parametrize("sharding", Sharding)

@@ -204,7 +204,7 @@ class Replicas:
         self._group = str(ddp.process_group.group_name)
         self._rebuilt, self._buckets = private.reducer_buckets(ddp)
         self._live = {slot: slot.tensor() for slot in placed.stand_ins.params.values()}
-        self._layout = layout or self._layout_now()
+        self._layout = layout if layout is not None and not self._rebuilt else self._layout_now()
         self._place = {slot: (b, at) for b, bucket in enumerate(self._layout) for slot, at in _offsets(bucket)}
         self._round: _Round | None = None
         self._reducing = False
