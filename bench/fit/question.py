@@ -11,6 +11,7 @@ them is simulated exactly at every other size: that is how the largest batch is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -102,6 +103,7 @@ class _Question:
         self.cluster = cluster
         self.wrapper_bytes = 0
         self.tell = tell
+        self.found: dict[float, int] = {}  # the largest batch so far within each limit on the extra time
 
     def answer(self) -> FitReport:
         started = time.perf_counter()
@@ -230,7 +232,7 @@ class _Question:
 
     def _fill_book(self) -> None:
         """Plans over a range of budgets, at a batch that needs them."""
-        unplanned = largest(lambda b: self._fits(b, self.book.unplanned))
+        unplanned = self.found[0.0] = largest(lambda b: self._fits(b, self.book.unplanned))
         reference = max(self.batch, 2 * unplanned)
         graph = self.step.graph(reference)
         budgets = BUDGETS if self.cluster is None else BUDGETS_OF_RANKS
@@ -273,14 +275,16 @@ class _Question:
                 ceiling = middle
 
     def _largest_within(self, limit: float | None) -> Largest:
-        budget = self.device.usable_bytes
+        budget, most = self.device.usable_bytes, math.inf if limit is None else limit
         book = Book(self.book.unplanned) if limit == 0 else self.book
 
         def within(batch: int) -> Option | None:
-            found = book.best(self.step, batch, budget)
-            return found if found is not None and (limit is None or found.overhead <= limit) else None
+            found = book.best(self.step, batch, budget) if batch <= self.largest_possible else None
+            return found if found is not None and found.overhead <= most else None
 
-        batch = largest(lambda b: within(b) is not None)
+        # More plans never make it smaller: what was found within this limit, or a lower one, is where to go on.
+        known = max(batch for other, batch in self.found.items() if other <= most)
+        batch = self.found[most] = largest(lambda b: within(b) is not None, known=known)
         return Largest(limit=limit, found=within(batch) if batch else None)
 
     def _gpus(self) -> tuple[GpuRow, ...]:

@@ -129,13 +129,11 @@ class Book:
         return None if found is None else step.option(batch, found)
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, 0 for none; if one fits, every smaller one must."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
+def largest(fits: Callable[[int], bool], *, known: int = 0) -> int:
+    """The largest batch that fits, 0 for none; if one fits, every smaller one must. That `known` fits is not asked."""
+    low, high = known, known + 1
     while fits(high):
-        low, high = high, 2 * high
+        low, high = high, 2 * high - known
         if low >= LARGEST_BATCH:
             return low
     while high - low > 1:

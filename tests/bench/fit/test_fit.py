@@ -174,6 +174,9 @@ def test_a_step_that_is_not_affine_says_so(few_plans):
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 1000])
 def test_the_largest_batch_is_found(most):
     assert largest(lambda batch: batch <= most) == most
+    asked = []
+    assert largest(lambda batch: [asked.append(batch), batch <= most][1], known=most // 2) == most
+    assert min(asked) > most // 2
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
