@@ -523,6 +523,44 @@ def test_what_dynamo_cannot_prove_goes_on_by_another_way_with_eagers_losses(make
     assert all(map(same_bits, losses_of(eager), losses_of(planned)))
 
 
+def scaled(x, by):
+    return x
+
+
+@torch.compiler.substitute_in_graph(scaled)
+def scaled_when_traced(x, by):
+    return x * by
+
+
+class OtherwiseTraced(Half):
+    """Library code that goes another way when it is traced."""
+
+    by = 1 + 2**-22
+
+    def forward(self, x):
+        return scaled(super().forward(x), self.by)
+
+
+def test_a_difference_that_dynamo_alone_makes_is_told_as_such_and_the_loop_goes_on():
+    _, planned = pair_of(OtherwiseTraced)
+    checkpoint_model(planned, budget="90%", strategy="mutwo", dynamic=True)
+    one_step(planned)
+    with pytest.warns(UserWarning, match="not equal to yours to the bit: .* Dynamo alone differs too, first in"):
+        one_step(planned)
+    one_step(planned)
+    assert planned.planned.way is Way.DYNAMO
+    assert "not equal to the bit" in str(planned.planned.solution)
+
+
+def test_a_model_that_is_another_when_traced_is_refused_by_dynamo_and_taken_with_eagers_bits():
+    eager, planned = pair_of(OtherwiseTraced)
+    eager.by = planned.by = 2.0
+    checkpoint_model(planned, budget="90%", strategy="mutwo", dynamic=True)
+    with pytest.warns(UserWarning, match="with Dynamo alone, before anything is planned, it returns something else"):
+        assert_equal_steps(eager, planned, planned, [64, 64, 64])
+    assert planned.planned.way is not Way.DYNAMO
+
+
 def test_inductor_computes_what_the_plan_saves_and_its_peak_is_measured():
     class Plain(Whole):
         def forward(self, x):

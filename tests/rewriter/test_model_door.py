@@ -223,6 +223,25 @@ def test_a_loop_that_goes_back_and_forth_between_outputs_is_left_to_blocks():
     assert planned.planned.way is Way.BLOCKS
 
 
+class Tasks(nn.Module):
+    """Two outputs, of which an argument says which is wanted."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, 64), nn.Tanh())
+        self.heads = nn.ModuleDict({"left": nn.Linear(64, 16), "right": nn.Linear(64, 16)})
+
+    def forward(self, x, task):
+        return self.heads[task](self.trunk(x))
+
+
+def test_an_argument_that_says_which_output_is_wanted_has_a_plan_for_each():
+    eager, planned = pair_of(Tasks, budget="100%", prove=False)
+    assert_trains_equally(eager, planned, lambda model, i: model(ROWS, ("left", "right")[i % 2]).pow(2).mean(), steps=6)
+    assert planned.planned.way is Way.OWN_CAPTURE
+    assert len(planned.planned.taken._forms) == 2
+
+
 def test_a_second_derivative_is_refused_with_a_way_out(network):
     _, planned = network
     with pytest.raises(BackwardError, match="uncheckpoint"):

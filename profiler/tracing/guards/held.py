@@ -168,14 +168,18 @@ class Held:
         hiding = [watch for watch in probed if watch.absent]
         self._disjoint = [watch.lacks for watch in hiding]
         self._absent = [watch.absent for watch in hiding]
-        self._objects = [watch.holder.what for watch in self._watches]
-        self._lineages = [watch.lineage for watch in self._watches]
+        lineages = [(watch.holder.what, watch.lineage) for watch in self._watches]
+        self._classes = [(what, lineage) for what, lineage in lineages if isinstance(what, type)]
+        others = [(what, lineage) for what, lineage in lineages if not isinstance(what, type)]
+        self._objects, self._types = [what for what, _ in others], [lineage for _, lineage in others]
         self._contents = [watch for watch in self._watches if not watch.holder.kind.probed]
 
     def holds(self) -> bool:
         """Whether all is as it was."""
         try:
-            if not all(map(is_, map(lineage_of, self._objects), self._lineages)):
+            if not all(map(is_, map(type, self._objects), self._types)):
+                return False
+            if any(lineage_of(what) is not lineage for what, lineage in self._classes):
                 return False
             if list(map(call, self._sizers, self._containers)) != self._sizes:
                 return False
