@@ -32,6 +32,7 @@ from profiler.tracing.ranks.tensor_parallel import is_in_parts
 from profiler.tracing.trials.audit import check_against_eager, check_second_trace, eager_ops
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.own_changes import (
+    made_once,
     may_decide,
     of_data,
     refuse_carried,
@@ -277,6 +278,7 @@ def _check_own_changes(workload: Workload, traced: TracedStep, liberties: Libert
         log.info("traced it once more in %.2f s", time.perf_counter() - started)
         check_second_trace(traced.raw_ops, again.ops, changes, (convention.result.leaves, again.returned))
         refuse_deciding(changes, again.changes)
+        convention.guards.watch_also(made_once(changes, again.changes))
     tell_lost(convention.guards)
 
 
@@ -295,12 +297,13 @@ def _traced_again(workload: Workload, traced: TracedStep, liberties: Liberties) 
     if [op.whole for op in again.ops] != [op.whole for op in traced.raw_ops]:
         refuse_carried(stale.sentences)
     if trials.has_constants:
-        _check_made_for_good(workload, traced, liberties)
+        later = _check_made_for_good(workload, traced, liberties)
+        again = replace(again, changes=later.changes)
     return again
 
 
-def _check_made_for_good(workload: Workload, traced: TracedStep, liberties: Liberties) -> None:
-    """CaptureError where what a step makes at its first call, of constants, does not stay as it is."""
+def _check_made_for_good(workload: Workload, traced: TracedStep, liberties: Liberties) -> TraceAgain:
+    """The step traced with what it made of constants; CaptureError where that does not stay as it is."""
     with traced.convention.guards.trials.as_after(with_constants=True) as stale:
         again = trace_again(workload, optimizer_outside=liberties.optimizer_outside, layout=traced.layout)
         read = stale.read_of(again.outside)
@@ -310,6 +313,7 @@ def _check_made_for_good(workload: Workload, traced: TracedStep, liberties: Libe
     refuse_grown([str(c) for c in grown if c.key is None])
     if of_data(again.ops) != of_data(traced.raw_ops):
         refuse_grown(read or stale.sentences)
+    return again
 
 
 def check_path(workload: Workload, traced: TracedStep) -> None:

@@ -208,4 +208,5 @@ def _guards(
         changes=held.changes,
         once=held.once,
         trials=held.trials,
+        watch_also=held.watch_also,
     )

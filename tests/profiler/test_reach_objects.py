@@ -5,6 +5,7 @@ import collections
 import contextvars
 import dataclasses
 import enum
+import functools
 import types
 import weakref
 from typing import Any, NamedTuple
@@ -233,6 +234,59 @@ def backing_field_of_a_property():
     )
 
 
+class Cached:
+    def __init__(self):
+        self.base, self.epoch = 0.25, 0
+
+    @functools.cached_property
+    def alpha(self):
+        return self.base * 2
+
+
+def value_over_one_that_the_step_caches():
+    holder = Cached()
+    return Case(
+        loss=lambda m, b: squared(m, b) * holder.alpha,
+        change=setting(holder, alpha=0.75),
+        said=r"holder of <lambda>\.alpha was not set and is 0\.75",
+        unrelated=setting(holder, epoch=1),
+    )
+
+
+def value_cached_before(change):
+    holder = Cached()
+    assert holder.alpha == 0.5
+    return Case(
+        loss=lambda m, b: squared(m, b) * holder.alpha,
+        change=lambda: change(holder),
+        said=r"holder of <lambda>\.alpha was 0\.5 and is ",
+        unrelated=setting(holder, base=1.0),
+    )
+
+
+def cached_value_written_over():
+    return value_cached_before(lambda holder: vars(holder).update(alpha=0.75))
+
+
+def cached_value_that_is_gone():
+    return value_cached_before(lambda holder: delattr(holder, "alpha"))
+
+
+def list_that_the_step_fills_once():
+    made = []
+
+    def filled():
+        if not made:
+            made.append(0.5)
+        return made[0]
+
+    return Case(
+        loss=lambda m, b: squared(m, b) * filled(),
+        change=lambda: made.append(0.75),
+        said=r"made of filled had 0 entries and has 1",
+    )
+
+
 def attribute_that_was_missing():
     holder = types.SimpleNamespace(epoch=0)
     return Case(
@@ -404,7 +458,8 @@ def value_of_a_member_of_an_enum():
 
 CASES = [
     class_of_an_object, value_of_a_metaclass, truth_of_an_object, which_of_two_marks, factory_of_a_dict,
-    value_of_a_member_of_an_enum,
+    value_of_a_member_of_an_enum, value_over_one_that_the_step_caches, cached_value_written_over,
+    cached_value_that_is_gone, list_that_the_step_fills_once,
     entry_of_a_list, length_of_a_list, entry_of_a_dict_by_its_key, missing_key_of_a_dict, dict_that_is_gone_through,
     order_of_a_dict, nested_containers, element_of_a_set, entry_of_a_deque, list_put_in_place_of_another, dataclass,
     simple_namespace, argparse_namespace, slots, object_with_a_lookup_of_its_own, dict_with_attributes,

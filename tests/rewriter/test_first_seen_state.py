@@ -163,9 +163,20 @@ def test_a_tensor_of_constants_that_each_call_changes_is_refused(later):
         planned(lambda model, batch: model(batch).square().mean(), Lazy(later))
 
 
-def test_a_tensor_of_constants_that_stays_as_it_was_made_is_planned():
-    step = planned(lambda model, batch: model(batch).square().mean(), Lazy(lambda made: made))
+def test_a_tensor_of_constants_that_stays_as_it_was_made_is_planned_and_another_in_its_place_is_read():
+    step = planned(lambda model, batch: model(batch).square().mean(), model := Lazy(lambda made: made))
     assert step.prove(BATCH, steps=2).exact
+    before = step(BATCH)
+    model.made = torch.zeros(1)
+    with pytest.warns(UserWarning, match=r"planned anew, because .*made was None and is a tensor"):
+        assert step(BATCH) == 0 < before
+
+
+def test_a_tensor_of_constants_that_each_call_makes_anew_is_no_reason_to_plan_again():
+    step = planned(lambda model, batch: model(batch).square().mean(), model := Lazy(lambda made: torch.ones(1)))
+    for _ in range(2):
+        step(BATCH)  # planning anew would warn
+        model(BATCH)  # as an evaluation does
 
 
 def test_a_model_in_another_precision_is_captured_anew_and_its_gradients_are_no_views():

@@ -8,6 +8,8 @@ from typing import Any
 
 from profiler.tracing.guards.exact import was_and_is
 from profiler.tracing.guards.holders import Holder
+from profiler.tracing.guards.kinds import Selection
+from profiler.tracing.guards.territory import is_installed
 
 
 class Weight(Enum):
@@ -31,6 +33,14 @@ class Change:
     holder: Holder = field(repr=False, compare=False)
     key: Any = None  # None where entries were added or taken away
     by_user: bool = False  # whether the user's own code has that name in it, not a library's alone
+
+    @property
+    def is_a_librarys(self) -> bool:
+        """Whether an installed library keeps this for itself."""
+        what, held_as = self.holder.what, self.holder.kind.selection
+        kind = what if isinstance(what, type) else type(what)
+        theirs = held_as is Selection.NAMES and is_installed(kind.__module__) and not self.by_user
+        return self.holder.lenient or theirs
 
     def __str__(self) -> str:
         return was_and_is(self.path, self.then, self.now)

@@ -56,19 +56,20 @@ class Held:
     def _changes(self, watch: Watch, same: Sameness) -> Iterator[Change]:
         holder, now, kept = watch.holder, watch.holder.now(), watch.kept
         if watch.sized and list(now) != list(kept):
-            yield self._resize(watch, now)
-            self._resized.add(id(holder))
+            resize = self._resize(watch, now)
+            if not _must_stay_as_before(resize):
+                self._resized.add(id(holder))
+            yield resize
         keys = (
             () if id(holder) in self._resized and not isinstance(holder.kind, Entries) else (*kept, *self._new(watch))
         )
         for key in keys:
             then, found = kept.get(key, UNSET), now.get(key, UNSET)
             if not same(then, found):
-                self._unsettled.add((id(holder), key))
                 read = self._reach.readable.reads(holder, key)
                 weight = self._weight(holder, then, found, read=read)
                 left = Gone(found) if is_of_the_trace(found) else found
-                yield Change(
+                change = Change(
                     path=holder.label(key),
                     then=then,
                     now=left,
@@ -78,6 +79,9 @@ class Held:
                     key=key,
                     by_user=self._reach.readable.is_users_own(key),
                 )
+                if not _must_stay_as_before(change):
+                    self._unsettled.add((id(holder), key))
+                yield change
 
     def _new(self, watch: Watch) -> list[str]:
         """Attributes and variables that are there only since the step ran."""
@@ -131,6 +135,10 @@ class Held:
         for holder in reach.all_holders():
             if holder.late and not holder.partial:
                 holder.before = holder.now()
+        self._watch_all()
+
+    def _watch_all(self) -> None:
+        reach = self._reach
         watches = [
             self._watch(h)
             for h in reach.all_holders()
@@ -139,6 +147,13 @@ class Held:
         self._watches = [watch for watch in watches if watch.kept or watch.absent or watch.sized]
         self._same = Sameness(by_object(watches))
         self._prepare_glance()
+
+    def watch_also(self, once: Iterable[Change]) -> None:
+        """What the step made at its first call and not again: whatever else is put there, it reads."""
+        for change in once:
+            self._resized.discard(id(change.holder))
+            self._unsettled.discard((id(change.holder), change.key))
+        self._watch_all()
 
     def _watch(self, holder: Holder) -> Watch:
         resized = id(holder) in self._resized
@@ -222,6 +237,12 @@ class Held:
     def modules(self) -> list[tuple[str, nn.Module]]:
         """Every module that the step can reach, the model's first, with their paths."""
         return list(self._reach.found.modules.values())
+
+
+def _must_stay_as_before(change: Change) -> bool:
+    """Whether the step found nothing there, such as an empty cache, and put in what decides: then that is watched."""
+    found_nothing = change.key is None or change.then is UNSET or change.then is None
+    return found_nothing and change.weight is Weight.DECIDES and not change.is_a_librarys
 
 
 def _left_by(change: Change) -> list[Any]:

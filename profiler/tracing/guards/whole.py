@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ class Guards:
     changes: tuple[Change, ...]  # what the step changed itself while it was traced
     once: tuple[str, ...]  # what else it does while it is traced that is another at each step, in words
     trials: PuttingBack  # what else it left behind, laid out for another trace
+    watch_also: Callable[[Iterable[Change]], None]  # of these changes, what was there before counts after all
 
     def mismatches(self, optimizer: Optimizer, batch: Any) -> Iterator[str]:
         """What differs from the captured step, one sentence each."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import CaptureError
-from profiler.tracing.guards import Change, Guards, Selection, Weight, is_installed
+from profiler.tracing.guards import Change, Guards, Selection, Weight
 
 if TYPE_CHECKING:
     from profiler.tracing.trials.audit import OpSeen  # which needs this module
@@ -73,7 +73,7 @@ def of_data(ops: Sequence[OpSeen]) -> list[Any]:
 def refuse_deciding(first: Sequence[Change], second: Sequence[Change]) -> None:
     """CaptureError where the user's code reads what the step changes each time."""
     again = {change.path for change in second if change.weight is Weight.DECIDES}
-    deciding = [c for c in first if c.weight is Weight.DECIDES and c.path in again and not _is_a_librarys(c)]
+    deciding = [c for c in first if c.weight is Weight.DECIDES and c.path in again and not c.is_a_librarys]
     if deciding:
         raise CaptureError(
             f"the step reads what it changes itself at each call: {'; '.join(map(str, deciding[:_NAMED]))}. A captured "
@@ -82,9 +82,16 @@ def refuse_deciding(first: Sequence[Change], second: Sequence[Change]) -> None:
         )
 
 
+def made_once(first: Sequence[Change], second: Sequence[Change]) -> list[Change]:
+    """What the user's step changes at its first call, such as a mask that it makes, and leaves alone afterwards."""
+    again = {change.path for change in second}
+    read = (one for one in first if one.weight in (Weight.REMADE, Weight.DECIDES) and one.read)
+    return [one for one in read if one.path not in again and not one.is_a_librarys]
+
+
 def tell_lost(guards: Guards) -> None:
     """Warn of what the step does beside computing with tensors: a planned step does it no more."""
-    lost = _named([one for one in guards.changes if one.weight is not Weight.REMADE and not _is_a_librarys(one)])
+    lost = _named([one for one in guards.changes if one.weight is not Weight.REMADE and not one.is_a_librarys])
     if lost:
         more = f" (and {len(lost) - _TOLD} more)" if len(lost) > _TOLD else ""
         _warn(
@@ -105,13 +112,6 @@ def _warn(what: str) -> None:
 
 def _is_drawn(change: Change) -> bool:
     return change.holder.kind.selection is Selection.DRAWN
-
-
-def _is_a_librarys(change: Change) -> bool:
-    what, held_as = change.holder.what, change.holder.kind.selection
-    kind = what if isinstance(what, type) else type(what)
-    theirs = held_as is Selection.NAMES and is_installed(kind.__module__) and not change.by_user
-    return change.holder.lenient or theirs
 
 
 def _named(changes: Iterable[Change]) -> list[str]:
