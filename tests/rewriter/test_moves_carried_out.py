@@ -24,7 +24,7 @@ from profiler.measuring import hosts
 from profiler.measuring.hosts import FileHost, HostError
 from profiler.measuring.op_times import measure
 from profiler.workload import Workload
-from rewriter import checkpoint, checkpoint_model
+from rewriter import checkpoint, checkpoint_model, provisional
 from rewriter.budgets import OverBudget
 from rewriter.moving import HostAccess, buffer_sizes
 from rewriter.pipeline import prepare
@@ -150,6 +150,26 @@ def test_the_one_call_trains_as_eager_does_and_moves(tmp_path):
     torch.manual_seed(1)
     assert losses == [float(step(model, optimizer, batch)) for _ in range(3)]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_does_not_fit_is_measured_while_it_moves_and_trains_as_eager_does(tmp_path, monkeypatch):
+    step, model, optimizer, batch = small()
+    schedules = []
+
+    def noted(*given, schedule, **more):
+        schedules.append(schedule)
+        return measure(*given, schedule=schedule, **more)
+
+    monkeypatch.setattr(provisional, "measure", noted)
+    monkeypatch.setattr(provisional, "usable_bytes", lambda device: 1000)
+    with pytest.warns(UserWarning, match=r"under a provisional plan|this plan is unproven"):
+        planned = plan(tmp_path, host_link=1000, budget="45%")
+    (schedule,) = schedules
+    assert schedule.moves
+    torch.manual_seed(1)
+    losses = [float(planned(batch)) for _ in range(3)]
+    torch.manual_seed(1)
+    assert losses == [float(step(model, optimizer, batch)) for _ in range(3)]
 
 
 def test_a_measured_link_will_do(tmp_path):
