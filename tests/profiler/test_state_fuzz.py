@@ -1,5 +1,6 @@
 """Small steps that read state in random ways, changed at random between calls: captured equals eager, or it is told."""
 
+import array
 import contextvars
 import dataclasses
 import enum
@@ -7,7 +8,8 @@ import functools
 import operator
 import types
 import warnings
-from collections import OrderedDict, deque, namedtuple
+import weakref
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -291,12 +293,147 @@ def matched_by_position() -> Source:
     return helper, (lambda new: setattr(data, "number", new))
 
 
+def defaulted() -> Source:
+    held: Any = defaultdict(lambda: 1.0)
+    return (lambda: held["number"]), (lambda new: held.update(number=new))
+
+
+def missing() -> Source:
+    class Filling(dict[str, float]):
+        fill = 1.0
+
+        def __missing__(self, key: str) -> float:
+            return self.fill
+
+    held = Filling()
+    return (lambda: held["number"]), (lambda new: setattr(held, "fill", new))
+
+
+def user_dict() -> Source:
+    held = UserDict(number=1.0)
+    return (lambda: held["number"]), (lambda new: held.update(number=new))
+
+
+def chained() -> Source:
+    below = {"number": 1.0}
+    held = ChainMap({}, below)
+    return (lambda: held["number"]), (lambda new: below.update(number=new))
+
+
+def proxied() -> Source:
+    below = {"number": 1.0}
+    held = types.MappingProxyType(below)
+    return (lambda: held["number"]), (lambda new: below.update(number=new))
+
+
+def descriptor() -> Source:
+    class Stored:
+        def __init__(self) -> None:
+            self.of: Any = weakref.WeakKeyDictionary()
+
+        def __get__(self, owner: Any, _: Any) -> Any:
+            return self.of.get(owner, 1.0)
+
+        def __set__(self, owner: Any, new: float) -> None:
+            self.of[owner] = new
+
+    class Owner:
+        number = Stored()
+
+    owner = Owner()
+    return (lambda: owner.number), (lambda new: setattr(owner, "number", new))
+
+
+def delegated() -> Source:
+    class Outer:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    config = Config()
+    outer = Outer(Outer(config))
+    return (lambda: outer.number), (lambda new: setattr(config, "number", new))
+
+
+def cached_property() -> Source:
+    class Holder:
+        number = 1.0
+
+        @functools.cached_property
+        def derived(self) -> float:
+            return self.number * 2
+
+    holder = Holder()
+    return (lambda: holder.derived), (lambda new: vars(holder).update(derived=new))
+
+
+def typed_array() -> Source:
+    held = array.array("d", [1.0, 2.0])
+    return (lambda: held[0]), (lambda new: held.__setitem__(0, new))
+
+
+def bytes_written() -> Source:
+    held = bytearray(b"\x01\x02")
+    return (lambda: float(held[0])), (lambda new: held.__setitem__(0, int(abs(new))))
+
+
+def attribute_of_a_function() -> Source:
+    def helper() -> float:
+        return helper.number  # type: ignore[attr-defined]
+
+    helper.number = 1.0  # type: ignore[attr-defined]
+    return (lambda: helper()), (lambda new: setattr(helper, "number", new))
+
+
+def class_of_an_object() -> Source:
+    class One:
+        number = 1.0
+
+    class Two:
+        number = 2.0
+
+    held = One()
+    return (lambda: held.number), (lambda new: setattr(held, "__class__", Two if new > 1.5 else One))
+
+
+def by_attrgetter() -> Source:
+    outer, get = types.SimpleNamespace(inner=types.SimpleNamespace(number=1.0)), operator.attrgetter("inner.number")
+    return (lambda: get(outer)), (lambda new: setattr(outer.inner, "number", new))
+
+
+def module_attribute() -> Source:
+    held = types.ModuleType("held")
+    held.number = 1.0  # type: ignore[attr-defined]
+    return (lambda: held.number), (lambda new: setattr(held, "number", new))
+
+
+def base_class_put_in() -> Source:
+    class Base:
+        number = 1.0
+
+    class Own(Base):
+        pass
+
+    config = Own()
+    return (lambda: config.number), (lambda new: setattr(Own, "number", new))
+
+
+def keys_view() -> Source:
+    below = {"a": 1.0}
+    held = below.values()
+    return (lambda: sum(held)), (lambda new: below.update(b=new))
+
+
 SOURCES = [
     attribute, slot, property_, method, subscripted, of_the_class, by_computed_name, entry, entry_that_appears,
     entry_in_attribute, item, length, summed, order, element, closed_over, global_entry, deep_global_entry, default,
     keyword_default, partial, data_class, named_tuple, choice, numpy_scalar, numpy_array, tensor_in_place,
     tensor_put_elsewhere, tensor_that_decides, tensor_number, patched_function, code_of_a_function, unset_slot,
-    context_variable, of_a_metaclass, matched, matched_by_position,
+    context_variable, of_a_metaclass, matched, matched_by_position, defaulted,
+    missing, user_dict, chained, proxied, descriptor, delegated, cached_property, typed_array, bytes_written,
+    attribute_of_a_function, class_of_an_object, by_attrgetter, module_attribute, base_class_put_in, keys_view,
 ]  # fmt: skip
 
 # -- by which way the step comes to it -------------------------------------------------------------------------------
