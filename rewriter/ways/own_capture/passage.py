@@ -94,7 +94,7 @@ class Passage:
         with self.watched(), below_autograd():
             gradients, self.carried = of_stage.run(carried)
         specs = [self.specs[k] for k in of_stage.gradients]
-        return [g if g is None else distributed(g, spec) for g, spec in zip(gradients, specs, strict=True)]
+        return [g if g is None else distributed(_alone(g), spec) for g, spec in zip(gradients, specs, strict=True)]
 
     def laid_out(self, tangents: Sequence[Any]) -> list[Tensor]:
         """The gradients of the used outputs, lying in memory as the plan expects them."""
@@ -114,6 +114,11 @@ class Passage:
                 "statistics and random generators have moved on, and will do so once more. Where both will come, let "
                 "an argument of the model say which (`model(x, task='left')`): each is planned for then"
             )
+
+
+def _alone(gradient: Tensor) -> Tensor:
+    """The same without what it is a view of: the engine adds a further part in place only where nobody else is held."""
+    return gradient.detach() if gradient._is_view() else gradient
 
 
 def _each_its_own(returned: Sequence[Any], *, taken: set[int]) -> list[Any]:
