@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.commands.options import add_rows_out, seconds, split_commas
+from bench.commands.options import add_rows_out, positive, seconds, split_commas
 
 HELP = (
     "Train one small model of every architecture of torchvision, timm and transformers, planned through both doors and "
@@ -21,6 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--door", choices=("both", "checkpoint", "checkpoint_model"), default="both", help="which doors"
     )
     parser.add_argument("--limit", type=seconds, default=180.0, help="seconds for one architecture (default 180)")
+    parser.add_argument("--workers", type=positive, default=2, help="how many at a time, a thread each (default 2)")
     add_rows_out(parser)
 
 
@@ -30,5 +31,11 @@ def run(options: argparse.Namespace) -> int:
     from bench.workloads.architectures.catalogue import chosen
 
     doors = [door for door in Door if options.door in ("both", door.value)]
-    rows = run_zoo(chosen(split_commas(options.only)), doors, limit_s=options.limit, out=options.rows_file)
+    rows = run_zoo(
+        chosen(split_commas(options.only)),
+        doors,
+        limit_s=options.limit,
+        workers=options.workers,
+        out=options.rows_file,
+    )
     return 1 if any(row.outcome in (Outcome.SILENT, Outcome.FAILED) for row in rows) else 0

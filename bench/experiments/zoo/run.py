@@ -1,4 +1,4 @@
-"""Every architecture through both doors, each in a process of its own, two at a time; gone on with where it stopped."""
+"""Every architecture through both doors, each in a process of its own; gone on with where it stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from bench.show.tables import print_table
 from bench.show.terminal import console, say
 from bench.workloads.architectures.catalogue import Architecture
 
-WORKERS = 2
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -35,13 +34,13 @@ SETTINGS = ZooSettings(strategy=STRATEGY, budgets=BUDGETS, steps=STEPS)
 
 
 def run_zoo(
-    architectures: Sequence[Architecture], doors: Sequence[Door], *, limit_s: float, out: Path | None
+    architectures: Sequence[Architecture], doors: Sequence[Door], *, limit_s: float, workers: int, out: Path | None
 ) -> list[ZooRow]:
     """Try each through each door, save rows as they come, print what was served and why not; rows in order."""
     order = [(a.library.value, a.family, door) for a in architectures for door in doors]
     done = {row.key: row for row in (resumed_rows(out, ZOO, settings=SETTINGS) if out else [])}
     wanted = [(a, door) for a in architectures for door in doors if (a.library.value, a.family, door) not in done]
-    with Progress(console=console, transient=True) as bar, ThreadPoolExecutor(WORKERS) as pool:
+    with Progress(console=console, transient=True) as bar, ThreadPoolExecutor(workers) as pool:
         task = bar.add_task("architectures", total=len(wanted))
         for future in as_completed([pool.submit(_row, a, door, limit_s) for a, door in wanted]):
             row = future.result()

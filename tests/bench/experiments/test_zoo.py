@@ -121,7 +121,7 @@ def test_a_run_goes_on_where_it_stopped_and_keeps_its_rows(monkeypatch, tmp_path
         raise SeparateProcessError(architecture.name, "killed by SIGKILL")
 
     monkeypatch.setattr(run, "in_separate_process", answers)
-    rows = run_zoo([other, ONE], [Door.STEP], limit_s=1.0, out=path)
+    rows = run_zoo([other, ONE], [Door.STEP], limit_s=1.0, workers=2, out=path)
     assert asked == [("small", Door.STEP)]
     assert [(one.family, one.outcome) for one in rows] == [("other", Outcome.EXACT), ("small", Outcome.FAILED)]
     assert "killed by SIGKILL" in path.read_text()
