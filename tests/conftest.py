@@ -21,11 +21,28 @@ settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
 
 
+_MANY_MODULES = 25
+_modules_frozen = 0
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_collect():
     """What is there when a file's tests begin stays: the collector need not look through it again at every capture."""
+    _freeze()
+
+
+def _freeze():
+    global _modules_frozen
     gc.collect()
     gc.freeze()
+    _modules_frozen = len(sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def _nor_of_what_a_test_imported():
+    """Nor what a test before this one imported: torch alone brings hundreds of modules with its first capture."""
+    if len(sys.modules) > _modules_frozen + _MANY_MODULES:
+        _freeze()
 
 
 @pytest.fixture(autouse=True)
