@@ -24,6 +24,7 @@ class Point:
     """One point of the curve. `bound` is the least overhead that any plan recomputing once can have there.
 
     `plan` is the best one for the budget; None where nothing was found that fits. `impossible` says that nothing can.
+    `cut_off`: the time limit ended the search, so that another run may differ.
     """
 
     budget_bytes: int
@@ -34,6 +35,7 @@ class Point:
     impossible: bool
     who: str
     solve_s: float
+    cut_off: bool = False
 
 
 def trade_off_curve(
@@ -65,7 +67,8 @@ def trade_off_curve(
         bound_us = max(bound_us, search.bound_us)
         who = search.best.who if search.best is not None else "keeping everything" if peak <= budget else ""
         fits = plan if who else None
-        points.append(_point(limited, fits, bound_us, impossible=search.impossible, who=who, started=started))
+        point = _point(limited, fits, bound_us, impossible=search.impossible, who=who, started=started)
+        points.append(replace(point, cut_off=search.cut_off))
     return _monotone(points)
 
 

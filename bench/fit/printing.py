@@ -92,13 +92,13 @@ def print_fit(report: FitReport) -> None:
         _print_cluster(report, report.cluster)
     print_table(
         f"Largest batches{' per rank' if report.cluster else ''}, {for_device}",
-        ("extra time allowed", "largest batch", "peak", "reserved", "extra time", "samples/s"),
+        ("extra time allowed", "largest batch", "peak", "reserved", "extra time", "moved a step", "samples/s"),
         [largest_cells(row) for row in report.largest],
         caption=f"No plan can train more than {report.largest_possible}: what cannot be dropped does not fit then.",
     )
     print_table(
         f"Batches on {report.device}: the fastest way found, {for_device}",
-        ("batch", "peak", "reserved", "extra time", "step", "samples/s", ""),
+        ("batch", "peak", "reserved", "extra time", "moved a step", "step", "samples/s", ""),
         [option_cells(o, fastest=o == report.fastest) for o in report.batches],
     )
     if report.gpus:
@@ -179,18 +179,18 @@ def _print_how(report: FitReport) -> None:
 
 
 def largest_cells(row: Largest) -> tuple[str, ...]:
-    """A row as text: limit, batch, peak, what the allocator holds, extra time, samples a second."""
+    """A row as text: limit, batch, peak, what the allocator holds, extra time, bytes moved, samples a second."""
     limit = "any" if row.limit is None else "none: no plan" if row.limit == 0 else f"{row.limit:.0%}"
     if row.found is None:
-        return (limit, "none", "-", "-", "-", "-")
-    return (limit, str(row.found.batch), *_costs(row.found), f"{row.found.samples_per_s:.1f}")
+        return (limit, "none", "-", "-", "-", "-", "-")
+    return (limit, str(row.found.batch), *_costs(row.found), _moved(row.found), f"{row.found.samples_per_s:.1f}")
 
 
 def option_cells(option: Option, *, fastest: bool) -> tuple[str, ...]:
     """A row as text; the fastest one is marked."""
     step = f"{option.step_us / 1e3:.1f} ms"
     mark = "most samples a second" if fastest else ""
-    return (str(option.batch), *_costs(option), step, f"{option.samples_per_s:.1f}", mark)
+    return (str(option.batch), *_costs(option), _moved(option), step, f"{option.samples_per_s:.1f}", mark)
 
 
 def gpu_cells(row: GpuRow) -> tuple[str, ...]:
@@ -202,6 +202,10 @@ def gpu_cells(row: GpuRow) -> tuple[str, ...]:
 
 def _costs(option: Option) -> tuple[str, str, str]:
     return human_bytes(option.peak_bytes), human_bytes(option.needed_bytes), f"{option.overhead:.1%}"
+
+
+def _moved(option: Option) -> str:
+    return human_bytes(option.moved_bytes) if option.moved_bytes else "-"
 
 
 def _left_out(report: FitReport) -> str:

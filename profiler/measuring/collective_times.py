@@ -19,9 +19,9 @@ RUNS = 4  # the same number on every rank; the first one is not counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """What a collective takes on this rank, beside what it makes: from its launch to the end of its wait."""
+    """What a collective takes on this rank, beside what it makes."""
 
-    time_us: float
+    time_us: float  # from when its launch, an op with a time of its own, has returned to the end of its wait
     scratch_bytes: int  # allocated by a thread of its own, so at any time in between
 
 

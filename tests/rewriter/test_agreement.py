@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from planner.plan import Plan
 from planner.solve import Problem
 from planner.synthetic import residual_tower
+from profiler.measuring import collective_times
+from profiler.measuring.collective_times import CollectiveCost
 from rewriter import checkpoint
 from rewriter.agreement import Alone, Figures, Group, agree, largest, slowest, structure
 from tests.ranks import on_ranks, told_by
@@ -159,14 +161,23 @@ def test_ranks_speak_on_after_an_error() -> None:
     assert second == [["RankError", "ValueError", "KeyboardInterrupt"], [0, 1], [True, False]]
 
 
-def _other_budgets(rank: int) -> tuple[int, tuple[str, ...]]:
+def _other_budgets(rank: int) -> tuple[Any, ...]:
+    """Ranks with budgets of their own, whose collectives take longer and more from rank to rank."""
+    cost = CollectiveCost(time_us=1000.0 * (1 + rank), scratch_bytes=64 * (1 + rank))
+    collective_times._measured = lambda *_: cost  # of this rank, a process of its own
     found = planned(*made(), budget=("100%", "90%")[rank])
-    return found.solution.problem.budget_bytes, found._forms[0].planned.collectives
+    form = found._forms[0]
+    common, own = form.ready.planned_on, form.ready.graph
+    slowest_us = {graph.ops[wait].time_us for graph in (common, own) for wait in graph.wait_of.values()}
+    scratch = [{graph.ops[launch].workspace_bytes for launch in graph.wait_of} for graph in (common, own)]
+    return found.solution.problem.budget_bytes, form.planned.collectives, slowest_us, *scratch
 
 
-def test_ranks_with_other_budgets_run_one_plan_within_the_smallest() -> None:
+def test_ranks_run_one_plan_within_the_smallest_budget_for_the_slowest_and_largest_collectives() -> None:
     first, second = on_ranks(_other_budgets)
-    assert first == second
+    assert first[:-1] == second[:-1]
+    assert first[2:] == ({2000.0}, {128}, {64})
+    assert second[-1] == {128}
 
 
 def _elsewhere(rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from planner.analysis import candidates
@@ -204,7 +204,25 @@ class DropsWholeParameters:
         return recompute_once(graph, set(gathered) & set(candidates(graph)))
 
 
-def _resumed(rank: int, folder: str) -> tuple[bool, list[str]]:
+def saved(model: Any, optimizer: Any, folder: str) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def load(model: Any, optimizer: Any, folder: str) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def whole(model: Any, optimizer: Any) -> list[Tensor]:
+    """Parameters and state as one process would hold them."""
+    params = list(model.parameters())
+    state = [value for p in params for value in optimizer.state[p].values() if isinstance(value, DTensor)]
+    return [one.full_tensor().detach() for one in (*params, *state)]
+
+
+def _resumed(rank: int, folder: str) -> tuple[bool, list[str], list[Tensor]]:
     """Two planned steps, saved; the third by the planned step, and by eager from what was saved."""
     model, optimizer = sharded(rank, sgd)
     step = planned(plain, model, optimizer, tokens(rank), strategy=DropsWholeParameters(), budget="97%")
@@ -212,22 +230,36 @@ def _resumed(rank: int, folder: str) -> tuple[bool, list[str]]:
     for seed in (0, 1):
         step(tokens(rank, seed))
     drawn = torch.get_rng_state()
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    saved(model, optimizer, folder)
+    then = whole(model, optimizer)
     step(tokens(rank, 2))
 
     other, its_optimizer = sharded(rank, sgd)
-    weights, state = get_state_dict(other, its_optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(other, its_optimizer, model_state_dict=weights, optim_state_dict=state)
+    load(other, its_optimizer, folder)
     torch.set_rng_state(drawn)
     plain(other, its_optimizer, tokens(rank, 2))
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs), again
+    return all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs), again, then
 
 
-def test_what_a_planned_step_trains_is_saved_and_resumed_by_distributed_checkpoint() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for is_equal, again in on_ranks(_resumed, str(Path(folder) / "saved")):
-            assert is_equal
-            assert sum(name.startswith("all_gather") for name in again) > 5, "whole parameters are gathered again"
+def _resumed_by_more(rank: int, folder: str) -> tuple[list[Tensor], Any]:
+    """What another number of ranks loads, and the proof of a planned step that goes on from there."""
+    model, optimizer = sharded(rank, sgd)
+    load(model, optimizer, folder)
+    then = whole(model, optimizer)
+    return then, planned(plain, model, optimizer, tokens(rank), verify=1).verification
+
+
+def test_what_a_planned_step_trains_is_saved_and_resumed_by_distributed_checkpoint_on_as_many_ranks_and_on_more(
+    tmp_path: Path,
+) -> None:
+    of_ranks = on_ranks(_resumed, str(tmp_path))
+    for is_equal, again, _ in of_ranks:
+        assert is_equal
+        assert sum(name.startswith("all_gather") for name in again) > 5, "whole parameters are gathered again"
+    _, _, left = of_ranks[0]
+    for found, proof in on_ranks(_resumed_by_more, str(tmp_path), ranks=3):
+        assert len(found) == len(left)
+        assert all(map(torch.equal, found, left))
+        assert proof.exact
+        assert_predicted(proof.prediction_error)

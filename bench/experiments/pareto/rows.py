@@ -16,7 +16,7 @@ class TradeOffRow:
     """One strategy within one budget. Without a plan that fits, `peak_bytes` and `overhead` are None.
 
     `bound` is the proven least overhead of any plan that recomputes once there, where the strategy proves one;
-    `impossible` says that it has proven that there is no such plan.
+    `impossible` says that it has proven that there is no such plan, `cut_off` that the time limit ended its search.
     """
 
     graph: str
@@ -36,6 +36,7 @@ class TradeOffRow:
     unplanned_peak_bytes: int
     host_link: str = ""  # what it may move tensors to the host over
     solve_cpu_s: float | None = None  # processor time; None where several budgets share it
+    cut_off: bool | None = None  # None in rows from before it was noted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,15 @@ def caption(found: TradeOff) -> str:
     return (
         f"Times {found.times}. Unplanned peak {human_bytes(found.peak_bytes)}, {human_bytes(found.start_bytes)} of it "
         f"before the step; no plan at all runs in less than {human_bytes(found.floor_bytes)}. "
-        f"Seconds of planning{clock}: {seconds}."
+        f"Seconds of planning{clock}: {seconds}.{_cut_off(found)}"
     )
+
+
+def _cut_off(found: TradeOff) -> str:
+    """Where more time may find more."""
+    budgets = {name: [row.budget for row in found.of(name) if row.cut_off] for name in found.strategies}
+    places = "; ".join(f"{name} at {', '.join(at)}" for name, at in budgets.items() if at)
+    return f" Cut off by the time limit, so that another run may differ: {places}." if places else ""
 
 
 def _seconds(row: TradeOffRow) -> float:

@@ -117,6 +117,7 @@ def _proven_curve(
             impossible=at[size].impossible,
             found_by=at[size].who,
             solve_s=at[size].solve_s,
+            cut_off=at[size].cut_off,
         )
         for budget, size in budgets
     ]
@@ -152,6 +153,7 @@ def _curve(
                 found_by=solution.plan.found_by if solution.plan else "",
                 solve_s=solution.solve_s,
                 solve_cpu_s=solution.solve_cpu_s,
+                cut_off=solution.plan.cut_off if solution.plan else None,
             )
         )
     return rows

@@ -6,7 +6,7 @@ traced, `Averages` takes them instead: the same ops, as nodes of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,12 +18,10 @@ from torch import Tensor
 from profiler.collectives import operators
 from profiler.errors import CaptureError
 from profiler.tracing.calling_convention import GradSlot, ParamSlot
-from profiler.tracing.eager_ways.reads import Assumption
 from profiler.tracing.fake_tensors.patches import watched_autograd
 from profiler.tracing.fake_tensors.placed import Placed
-from profiler.tracing.guards import Guard
 from profiler.tracing.ranks import torch_distributed as private
-from profiler.tracing.ranks.parallel import Flag, as_communication, refuse_late_reads
+from profiler.tracing.ranks.parallel import AfterBackwards, Communicating, as_communication
 from profiler.workload import TrainStep
 
 _aside: ContextVar[bool] = ContextVar("somebody else takes the means of gradients", default=False)
@@ -58,7 +56,7 @@ class Averaging:
             for param in model.parameters():
                 if param.requires_grad:
                     stack.callback(param.register_post_accumulate_grad_hook(means.launch).remove)
-            stack.enter_context(watched_autograd(means.around_backward, lambda *_: None))
+            stack.enter_context(watched_autograd(means.backward, lambda *_: None))
             return self.__wrapped__(model, optimizer, batch)
 
 
@@ -71,7 +69,7 @@ def averaging_of(train_step: Any) -> Averaging | None:
     return None
 
 
-class _Means:
+class _Means(AfterBackwards):
     """The means of the gradients of one backward: launched as each is complete, waited for after it."""
 
     def __init__(self, group: Any) -> None:
@@ -79,7 +77,6 @@ class _Means:
         self._share = 1.0 / dist.get_world_size(group)
         self._group = str(group.group_name)
         self._open: list[tuple[Tensor, Tensor]] = []  # a parameter, and the memory that is summed
-        self._depth = 0
 
     def launch(self, param: Tensor) -> None:
         """The gradient of a parameter is complete."""
@@ -96,16 +93,9 @@ class _Means:
             self._ops.all_reduce_(memory, "sum", self._group)
         self._open.append((param, memory))
 
-    @contextmanager
-    def around_backward(self, accumulates: bool) -> Iterator[None]:
-        """Inside, a backward runs; after the outermost one gradients are the means."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-        if self._depth == 0:
-            self.finish()
+    def after_backward(self) -> None:
+        """Gradients are the means from here on."""
+        self.finish()
 
     def finish(self) -> None:
         """Wait for all that was launched."""
@@ -122,11 +112,8 @@ class _Means:
         param.grad.copy_(mean)
 
 
-class Averages(_Means):
+class Averages(_Means, Communicating):
     """The same while a step is traced."""
-
-    flags_after: tuple[Flag, ...] = ()
-    guards: tuple[Guard, ...] = ()
 
     def __init__(self, step: Averaging, placed: Placed) -> None:
         super().__init__(step.group)
@@ -154,12 +141,6 @@ class Averages(_Means):
         with as_communication(self._placed.tracer.graph):
             super().finish()
 
-    @contextmanager
-    def backward(self, accumulates: bool) -> Iterator[None]:
-        """Inside, a backward runs."""
-        with self.around_backward(accumulates):
-            yield
-
     def hand_over(self, param: Any, mean: Tensor) -> None:
         """What reads the gradient from here on reads what was waited for."""
         there = self._placed.args.get(GradSlot(param=self._slots[id(param)]))
@@ -167,7 +148,3 @@ class Averages(_Means):
             there.copy_(mean)
         else:
             param.grad = mean
-
-    def refuse_reads(self, late: Sequence[Assumption]) -> None:
-        """None can be taken back once other ranks have gone on."""
-        refuse_late_reads(late)

@@ -65,7 +65,27 @@ class OneProcess:
         """Every read is welcome."""
 
 
-class Communicating(OneProcess):
+class AfterBackwards:
+    """What follows the outermost of backwards that run inside of each other, once."""
+
+    _depth = 0
+
+    @contextmanager
+    def backward(self, accumulates: bool) -> Iterator[None]:
+        """Inside, a backward runs."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self.after_backward()
+
+    def after_backward(self) -> None:
+        """The outermost one has ended, without an error."""
+
+
+class Communicating(AfterBackwards, OneProcess):
     """A step of several ranks."""
 
     def refuse_reads(self, late: Sequence[Assumption]) -> None:

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from profiler.collectives import operators
 from profiler.errors import CaptureError
 from profiler.tracing.calling_convention import GradSlot, ParamSlot
-from profiler.tracing.eager_ways.reads import Assumption
 from profiler.tracing.fake_tensors.patches import patched
 from profiler.tracing.fake_tensors.placed import Placed
 from profiler.tracing.guards import Guard
 from profiler.tracing.ranks import torch_distributed as private
 from profiler.tracing.ranks import torch_shards as fsdp
 from profiler.tracing.ranks.averaged import Averages, Averaging, averaging_of, means_left_out
-from profiler.tracing.ranks.parallel import Flag, OneProcess, Parallel, as_communication, refuse_late_reads
+from profiler.tracing.ranks.parallel import Communicating, Flag, OneProcess, Parallel, as_communication
 from profiler.tracing.ranks.sharded import Shards
 from profiler.tracing.ranks.tensor_parallel import Slices, is_in_parts, is_tensor_parallel, why_not_tensor_parallel
 from profiler.workload import TrainStep
@@ -190,7 +189,7 @@ class _Round:
         return self.launched == len(self.layout)
 
 
-class Replicas:
+class Replicas(Communicating):
     """DistributedDataParallel: rank 0's buffers before a forward, and the mean of gradients, bucket by bucket.
 
     The buckets are the reducer's, since which values lie together decides in which order ranks add them up.
@@ -208,7 +207,6 @@ class Replicas:
         self._place = {slot: (b, at) for b, bucket in enumerate(self._layout) for slot, at in _offsets(bucket)}
         self._round: _Round | None = None
         self._reducing = False
-        self._depth = 0
         self._before = ddp.require_forward_param_sync
         self.guards: tuple[Guard, ...] = (ReplicaGuard.of(ddp),)
         self.flags_after: tuple[Flag, ...] = ()
@@ -304,17 +302,11 @@ class Replicas:
             self._ops.all_reduce_(now.memory[now.launched], "sum", self._group)
             now.launched += 1
 
-    # -- around a backward --------------------------------------------------------------------------------------
+    # -- after a backward ---------------------------------------------------------------------------------------
 
-    @contextmanager
-    def backward(self, accumulates: bool) -> Iterator[None]:
-        """Inside, a backward runs; after the outermost one gradients are the means, where all of them are ready."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-        if self._depth == 0 and self._round is not None and self._round.complete:
+    def after_backward(self) -> None:
+        """Gradients are the means from here on, where all of them are ready."""
+        if self._round is not None and self._round.complete:
             with self._marked(), torch.no_grad():
                 self._give_back(self._round)
             self._note_order(self._round.ready)
@@ -355,10 +347,6 @@ class Replicas:
         after = self._ddp.require_forward_param_sync
         if after != self._before:
             self.flags_after = ((self._ddp, "require_forward_param_sync", after),)
-
-    def refuse_reads(self, late: Sequence[Assumption]) -> None:
-        """None can be taken back once other ranks have gone on."""
-        refuse_late_reads(late)
 
 
 def _offsets(bucket: Sequence[ParamSlot]) -> Iterator[tuple[ParamSlot, int]]:

@@ -58,7 +58,6 @@ class Shards(Communicating):
         self._units = fsdp.sharded_units(model)
         self._sharded: dict[int, list[Tensor]] = {}  # of each unit whose forward runs
         self._first: dict[int, tuple[Tensor, ...]] = {}  # what each unit's first forward since a backward gathered
-        self._depth = 0
         self.guards: tuple[Guard, ...] = (ShardGuard.of(model),)
 
     @contextmanager
@@ -103,16 +102,9 @@ class Shards(Communicating):
         same: Any = _SameParameter.apply
         return tuple(map(same, again, self._first[number]))
 
-    @contextmanager
-    def backward(self, accumulates: bool) -> Iterator[None]:
-        """Inside, a backward runs; forwards after the outermost one are reduced by another."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-        if self._depth == 0:
-            self._first.clear()
+    def after_backward(self) -> None:
+        """Forwards from here on are reduced by another one."""
+        self._first.clear()
 
     def _reshard(self, number: int) -> Any:
         def hook(*_: Any) -> None:

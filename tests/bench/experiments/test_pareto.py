@@ -16,7 +16,7 @@ from bench.experiments.pareto.figure import (
     top_of_scale,
     undominated,
 )
-from bench.experiments.pareto.rows import TradeOff, TradeOffRow, overhead_table
+from bench.experiments.pareto.rows import TradeOff, TradeOffRow, caption, overhead_table
 from bench.experiments.pareto.run import PARETO, trade_off
 from bench.experiments.registry import load
 from bench.experiments.results_file import save_rows
@@ -75,6 +75,15 @@ def test_the_table_shows_the_bound_and_the_gap_beside_what_was_found(found):
     assert [line[0] for line in lines] == BUDGETS
     assert lines[0][-3:] == ["0.00%", "0.0%", "keeping everything"]
     assert lines[-1][4:6] == ["-", "no plan"]
+
+
+def test_where_the_time_limit_cut_a_search_is_told_beside_the_table(found):
+    assert not any(r.cut_off for r in found.rows)
+    assert "Cut off" not in caption(found)
+    hurried = trade_off(residual_tower(5), ["mutwo", "ilp"], ["60%", "50%"], time_limit_s=1e-9)
+    assert [r.cut_off for r in hurried.of("ilp")] == [True, True]
+    cut = ", ".join(r.budget for r in hurried.of("mutwo") if r.cut_off)
+    assert f"another run may differ: mutwo at {cut}; ilp at 60%, 50%." in caption(hurried)
 
 
 def test_only_plans_that_no_other_beats_are_drawn():

@@ -14,14 +14,16 @@ from bench.__main__ import main
 from bench.fit import question
 from bench.fit.printing import print_fit
 from bench.fit.question import FitError, fit
-from bench.fit.report import Option
+from bench.fit.report import GpuRow, Option
 from bench.fit.sized_step import SizedStep, largest
 from bench.workloads.zoo import declare_torchvision_ops
 from planner.allocator import Allocator
+from planner.host_link import HostLink
 from planner.plan import Plan
 from planner.scaling import Scaling
 from planner.schedule import lower
 from planner.simulator import simulate
+from planner.solve import solve
 from planner.units import human_bytes
 from profiler.estimating.devices import DEVICES, Device
 from profiler.estimating.roofline import estimated
@@ -249,6 +251,34 @@ def test_what_has_to_fit_is_what_the_allocator_holds(few_plans, unplanned_peak):
     assert "it needs 2.0 MiB" in small.verdict
     large = fit(make, card(2 * 2**20, allocator=Allocator.CACHING), batch=64, time_limit_s=QUICK_S)
     assert large.fits
+
+
+def test_a_plan_that_moves_says_how_much_it_moves_in_the_verdict_and_the_tables(
+    few_plans, unplanned_peak, monkeypatch, capsys
+):
+    plans = []
+
+    def noted(problem, strategy):
+        plans.append(solve(problem, strategy))
+        return plans[-1]
+
+    monkeypatch.setattr(question, "solve", noted)
+    linked = card(int(0.8 * unplanned_peak), host_link=HostLink.of(1e6, latency_us=0.0))
+    report = fit(make, linked, batch=64, name="tower", time_limit_s=QUICK_S)
+    moved = {sum(plan.problem.graph.storages[s].nbytes for s in plan.moved) for plan in plans}
+    assert 0 < report.planned.moved_bytes in moved
+    assert report.planned.overhead < 0.01, "moving costs next to nothing over such a link"
+    words = f"with a plan that moves {human_bytes(report.planned.moved_bytes)} a step"
+    assert report.verdict.startswith(f"Yes, {words}: tower at batch 64")
+    print_fit(report)
+    assert human_bytes(max(row.found.moved_bytes for row in report.largest)) in capsys.readouterr().out
+    row = GpuRow(device="it", usable_bytes=1, unplanned_bytes=2, unplanned=None, planned=report.planned, floor_bytes=0)
+    assert row.answer.startswith(f"fits {words}, ")
+
+
+def test_without_a_link_no_plan_moves(tight):
+    assert not any(option.moved_bytes for option in tight.batches)
+    assert "moves" not in tight.verdict
 
 
 def test_the_fastest_batch_has_the_most_samples_a_second(tight):
