@@ -231,6 +231,7 @@ class _Task:
         self._future, self._host = future, host
 
     def wait(self) -> None:
+        is_late = not self._future.done()  # else it is asked, and not waited for: some microseconds a copy
         started = time.perf_counter()
         try:
             self._future.result()
@@ -240,7 +241,8 @@ class _Task:
                 "state"
             ) from error
         finally:
-            self._host.waited_s += time.perf_counter() - started
+            if is_late:
+                self._host.waited_s += time.perf_counter() - started
 
     def let_go(self) -> None:
         """The worker itself holds what it copies."""
