@@ -45,7 +45,7 @@ from strategies.ilp.windows import WINDOW, fixed_outside, windows
 from strategies.mutwo.swapping import Choice, Swapping
 
 ROUNDS = 8
-WORTH_A_ROUND = 1e-3  # of the extra time: what the plan or the bound has to gain for another round
+WORTH_A_ROUND = 0.25  # of what the bound lacks: what a round has to gain for another one
 FORWARD_WINDOWS = 6
 SHARE_WITHOUT_LINK = 0.5  # of the time, at most, for what can be done without
 NODES = 10  # to make a point near the relaxation whole
@@ -209,11 +209,14 @@ class JointSearch:
                 return
 
     def _gained(self, best: Found | None, bound_us: float) -> bool:
-        """Whether the plan, or the bound, is better than it was by what is worth another round."""
+        """Whether the plan, or the bound, is nearer to the other one by what is worth another round.
+
+        Each round takes longer than the one before it, and windows bring the plan nearer sooner.
+        """
         if self.best is None or best is None:
             return True
-        worth_us = WORTH_A_ROUND * self.best.extra_us
-        return self.best.extra_us < best.extra_us - worth_us or self.bound_us > bound_us + worth_us
+        gained_us = (best.extra_us - self.best.extra_us) + (self.bound_us - bound_us)
+        return gained_us > WORTH_A_ROUND * (self.best.extra_us - self.bound_us)
 
     def _out_of_time(self) -> bool:
         spent = self._left_s() <= 0

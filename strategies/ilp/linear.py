@@ -73,8 +73,12 @@ class Linear:
 
     def add(self, other: Linear, factor: float = 1.0) -> Linear:
         self.constant += factor * other.constant
+        terms = self.terms
+        if not terms and factor == 1.0:
+            terms.update(other.terms)  # as most expressions begin, of which a program has a million
+            return self
         for variable, coefficient in other.terms.items():
-            self.terms[variable] = self.terms.get(variable, 0.0) + factor * coefficient
+            terms[variable] = terms.get(variable, 0.0) + factor * coefficient
         return self
 
 

@@ -145,15 +145,12 @@ class MovingProgram(StagedProgram):
             memory.constant -= parcel.nbytes if parcel.freed < position < parcel.first else 0
         for parcel in self.parcels:
             if parcel.freed < position < parcel.first:
-                memory.add(self._absent(parcel, k), -float(parcel.nbytes))
+                key = (parcel.storage, k)
+                if key not in self.gone:
+                    self._add_moment(parcel, k)
+                memory.terms[self.gone[key]] = -float(parcel.nbytes)  # U - V is absent
+                memory.terms[self.back[key]] = float(parcel.nbytes)
         return memory
-
-    def _absent(self, parcel: Parcel, k: int) -> Linear:
-        """U - V of a parcel at a moment in its gap."""
-        key = (parcel.storage, k)
-        if key not in self.gone:
-            self._add_moment(parcel, k)
-        return Linear(0.0, {self.gone[key]: 1.0, self.back[key]: -1.0})
 
     def _add_moment(self, parcel: Parcel, k: int) -> None:
         x = parcel.storage

@@ -101,10 +101,13 @@ class StagedProgram:
 
     def _at_least(self, left: Linear, right: Linear) -> None:
         """Add the row left ≥ right."""
-        row = total((1.0, left), (-1.0, right))
-        terms = {v: c for v, c in row.terms.items() if c != 0.0}
+        terms = left.terms.copy()
+        for variable, coefficient in right.terms.items():
+            terms[variable] = terms.get(variable, 0.0) - coefficient
+        if 0.0 in terms.values():
+            terms = {v: c for v, c in terms.items() if c != 0.0}
         if terms:
-            self.rows.append((terms, -row.constant))
+            self.rows.append((terms, right.constant - left.constant))
 
     def stage(self, position: int) -> int:
         """The stage in which a position lies."""
