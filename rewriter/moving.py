@@ -29,9 +29,10 @@ class HostAccess:
     link: HostLink
     budget_bytes: int | None = None
 
-    def offered_in(self, problem: Problem) -> Problem:
-        """The problem for plans that may move tensors there."""
-        return replace(problem, host_link=self.link, host_budget_bytes=self.budget_bytes)
+    def offered_in(self, problem: Problem, *, at_a_time: int = 1) -> Problem:
+        """The problem for plans that may move tensors there, so many of them alive at a time."""
+        budget_bytes = None if self.budget_bytes is None else self.budget_bytes // at_a_time
+        return replace(problem, host_link=self.link, host_budget_bytes=budget_bytes)
 
     @staticmethod
     def of(
@@ -51,6 +52,7 @@ class HostAccess:
         host = host_for(device, offload_dir)
         # By a host of its own: what it takes to measure is given back.
         link = link or measured_link(host_for(device, offload_dir), device)
+        host.budget_bytes = budget_bytes
         return HostAccess(host=host, link=link, budget_bytes=budget_bytes)
 
 

@@ -85,6 +85,8 @@ class Copying(Protocol):
 class Host(Protocol):
     """The memory beside a device: buffers of it, and copies into and out of them."""
 
+    budget_bytes: int | None  # of all buffers together, those that are free among them
+
     def reserve(self, sizes: Sequence[int]) -> None:
         """Make room for so many buffers at a time, before anything runs; HostError if there is none."""
         ...
@@ -150,10 +152,66 @@ class Move:
         return tuple(view.of_bytes(memory) for view in self._views)
 
 
+class Buffers:
+    """Buffers that are used again from step to step; those of other sizes go where the budget has no room for all."""
+
+    budget_bytes: int | None = None
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Any]] = {}
+        self._there_bytes = 0
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make them now, as many as the budget allows at a time; a plan within it needs no more at any time."""
+        buffers: list[Any] = []
+        left = self.budget_bytes
+        try:
+            for nbytes in sizes:
+                if left is None or nbytes <= left:
+                    buffers.append(self.take(nbytes))
+                    left = None if left is None else left - nbytes
+        finally:
+            for buffer in buffers:
+                self.give_back(buffer)
+
+    def take(self, nbytes: int) -> Any:
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        self._make_room(nbytes)
+        buffer = self._new(nbytes)
+        self._there_bytes += nbytes
+        return buffer
+
+    def give_back(self, buffer: Any) -> None:
+        self._free.setdefault(self._size(buffer), []).append(buffer)
+
+    def _make_room(self, nbytes: int) -> None:
+        while self.budget_bytes is not None and self._there_bytes + nbytes > self.budget_bytes:
+            size = next((size for size, free in self._free.items() if free), None)
+            if size is None:
+                raise HostError(
+                    f"{human_bytes(self._there_bytes)} are on the host and {human_bytes(nbytes)} more would be moved "
+                    f"there, over its budget of {human_bytes(self.budget_bytes)}: more forwards are alive than were "
+                    "when this was planned; go backward from some of them first, or raise host_budget"
+                )
+            self._let_go(self._free[size].pop())
+            self._there_bytes -= size
+
+    def _new(self, nbytes: int) -> Any:
+        raise NotImplementedError
+
+    def _size(self, buffer: Any) -> int:
+        raise NotImplementedError
+
+    def _let_go(self, buffer: Any) -> None:
+        """Nobody will use it again."""
+
+
 # -- the CPU's memory: files ------------------------------------------------------------------------------------------
 
 
-class FileHost:
+class FileHost(Buffers):
     """Files without names in a folder, written and read at once; one worker for each direction.
 
     They are not mapped into memory: a copy through a mapping faults at every page of it, takes six times the time out
@@ -164,24 +222,16 @@ class FileHost:
     """
 
     def __init__(self, folder: str | Path, *, before_copy: BeforeCopy = None) -> None:
+        super().__init__()
         self.folder, self._before_copy = Path(folder), before_copy
         if not self.folder.is_dir():
             raise HostError(f"{folder}: there is no such folder to move tensors to; make it, or name another")
         self._process = os.getpid()
         self.waited_s = 0.0  # by whoever needed a copy to be done, since this host was made
-        self._free: dict[int, list[Any]] = {}
         self._files: list[Any] = []
         weakref.finalize(self, _close_all, self._files)
         self._out = ThreadPoolExecutor(1, thread_name_prefix="copy-out")
         self._in = ThreadPoolExecutor(1, thread_name_prefix="copy-in")
-
-    def reserve(self, sizes: Sequence[int]) -> None:
-        buffers: list[Any] = []
-        try:
-            buffers.extend(self.take(nbytes) for nbytes in sizes)
-        finally:
-            for buffer in buffers:
-                self.give_back(buffer)
 
     def take(self, nbytes: int) -> Any:
         if os.getpid() != self._process:  # where there are no workers, and the files are another's
@@ -189,12 +239,18 @@ class FileHost:
                 f"{self.folder}: this process was forked from the one that planned, which moves tensors to the same "
                 "files: plan in this process"
             )
-        free = self._free.get(nbytes)
-        return free.pop() if free else self._new(nbytes)
+        return super().take(nbytes)
 
     def give_back(self, buffer: Any) -> None:
         if not buffer.closed:  # as it is where a move and its host go at once
-            self._free.setdefault(os.fstat(buffer.fileno()).st_size, []).append(buffer)
+            super().give_back(buffer)
+
+    def _size(self, buffer: Any) -> int:
+        return os.fstat(buffer.fileno()).st_size
+
+    def _let_go(self, buffer: Any) -> None:
+        self._files.remove(buffer)
+        self._out.submit(buffer.close).result()  # after what a step that was broken off still writes to it
 
     def _new(self, nbytes: int) -> Any:
         try:
@@ -276,7 +332,7 @@ def _read(file: int, memory: memoryview, at: int) -> int:
 # -- a GPU's memory: pinned buffers -----------------------------------------------------------------------------------
 
 
-class CudaHost:
+class CudaHost(Buffers):
     """Pinned buffers, used again from step to step, and a stream for each direction. `api` is torch.cuda.
 
     Every copy is waited for by the device's own stream before its memory is let go of, also in a step that is broken
@@ -285,25 +341,18 @@ class CudaHost:
     """
 
     def __init__(self, device: torch.device, api: Any = torch.cuda, *, before_copy: BeforeCopy = None) -> None:
+        super().__init__()
         self._api, self._device, self._before_copy = api, device, before_copy
         self._out, self._in = CudaBackend(device, api).copy_streams()
-        self._free: dict[int, list[_Pinned]] = {}
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        for buffer in [self.take(nbytes) for nbytes in sizes]:
-            self.give_back(buffer)
-
-    def take(self, nbytes: int) -> _Pinned:
-        free = self._free.get(nbytes)
-        if free:
-            return free.pop()
+    def _new(self, nbytes: int) -> _Pinned:
         try:
             return _Pinned(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._api.is_available()))
         except RuntimeError as error:
             raise HostError(f"no pinned memory for {human_bytes(nbytes)} that the plan moves: {error}") from error
 
-    def give_back(self, buffer: _Pinned) -> None:
-        self._free.setdefault(buffer.memory.numel(), []).append(buffer)
+    def _size(self, buffer: _Pinned) -> int:
+        return buffer.memory.numel()
 
     def copy_out(self, memory: Tensor, buffer: _Pinned) -> Copying:
         """After all that was asked of the device so far, and after the copy that last read the buffer."""

@@ -107,6 +107,19 @@ def test_a_host_that_nobody_holds_any_more_has_closed_its_files(tmp_path):
     assert idle.closed
 
 
+def test_buffers_of_other_sizes_go_where_the_budget_has_no_room_for_them(tmp_path):
+    host = FileHost(tmp_path)
+    host.budget_bytes = 100
+    for sizes in ([60, 40], [30, 30, 30], [60, 40, 60]):
+        host.reserve(sizes)
+        assert sum(os.fstat(file.fileno()).st_size for file in host._files) <= 100
+    in_use = [host.take(60), host.take(40)]
+    with pytest.raises(HostError, match=r"100 B are on the host and 1 B more .*raise host_budget"):
+        host.take(1)
+    host.give_back(in_use.pop())
+    assert host.take(1)
+
+
 def test_a_slow_disk_is_waited_for(tmp_path):
     may_go_on = threading.Event()
 

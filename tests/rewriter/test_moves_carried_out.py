@@ -343,6 +343,28 @@ def test_a_planned_model_moves_and_trains_as_eager_does(tmp_path, backwards):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_forwards_that_are_alive_together_share_what_the_host_may_hold(tmp_path, monkeypatch):
+    kept = []
+    new = FileHost._new
+
+    def noted(host, nbytes):
+        made = new(host, nbytes)
+        kept.append(sum(os.fstat(file.fileno()).st_size for file in host._files))
+        return made
+
+    monkeypatch.setattr(FileHost, "_new", noted)
+    _, model, _, (x, y) = small()
+    options = {"strategy": "offload_only", "host_link": 1000, "offload_dir": tmp_path, "host_budget": "64KiB"}
+    checkpoint_model(model, budget="90%", prove=False, **options)
+    for _ in range(3):
+        (F.cross_entropy(model(x), y) + F.cross_entropy(model(x), y)).backward()
+    assert model.planned.solution.moved
+    assert model.planned.solution.problem.host_budget_bytes == 2**15
+    assert 0 < max(kept) <= 2**16
+    with pytest.raises(HostError, match="raise host_budget"):
+        sum(F.cross_entropy(model(x), y) for _ in range(9))
+
+
 def test_only_own_capture_moves(tmp_path):
     _, model, _, _ = small()
     with pytest.raises(PlannerError, match="host_link is for own capture alone"):

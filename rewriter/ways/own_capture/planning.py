@@ -221,7 +221,7 @@ class Planner:
             reserved=bounds_reserved(settings.budget),
         ).problem(graph, time_limit_s=settings.time_limit_s, in_place=settings.in_place)
         if settings.access is not None:
-            problem = settings.access.offered_in(problem)
+            problem = settings.access.offered_in(problem, at_a_time=1 + self.company.forwards)
         problem = replace(problem, reserves_ahead=settings.reserve is Reserve.ARENA)
         solution = solve_beside(problem, self._planned, self._beside_bytes, said=str(self.company))
         if solution.status is not Status.FITS:
