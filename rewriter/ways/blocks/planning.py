@@ -39,7 +39,7 @@ from rewriter.ways.trials import trial
 log = logging.getLogger("recompute_planner")
 
 MUCH_MORE = 1.25  # times what was watched: estimates are off by less than that
-TRIES = 3  # plans for one form: each for less, by as much as the one before was measured over the budget
+TRIES = 3  # plans for one form: each for less, by what the ones before were measured above their predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ class Planner:
             if over_bytes <= 0:
                 return form
             log.info("measured %s over the budget: planned again for less", human_bytes(over_bytes))
-            less_bytes += over_bytes
             assert found is not None
             beyond_bytes = max(beyond_bytes, found.measured_peak_bytes - found.predicted_peak_bytes)
+            less_bytes = max(less_bytes + over_bytes, beyond_bytes)  # so that this plan no longer fits
         warn_caller(
             f"the model planned by blocks was measured {human_bytes(over_bytes)} over its budget of "
             f"{human_bytes(limit)}: {form.verification}. Its bytes are estimates; ask for less"
