@@ -541,16 +541,14 @@ class OtherwiseTraced(Half):
         return scaled(super().forward(x), self.by)
 
 
-def several_steps(model, count):
-    for _ in range(count):
-        one_step(model)
-
-
 def test_a_difference_that_dynamo_alone_makes_is_told_as_such_and_the_loop_goes_on():
+    _, other = pair_of(Half)
     _, planned = pair_of(OtherwiseTraced)
-    checkpoint_model(planned, budget="90%", strategy="mutwo", dynamic=True)
+    for model in (other, planned):
+        checkpoint_model(model, budget="90%", strategy="mutwo", dynamic=True)
+        one_step(model)  # watched, and the other's watch is open when the next begins
     with pytest.warns(UserWarning, match="not equal to yours to the bit: .* Dynamo alone differs too, first in"):
-        several_steps(planned, 4)
+        one_step(planned)
     assert planned.planned.way is Way.DYNAMO
     assert "not equal to the bit" in str(planned.planned.solution)
 

@@ -30,7 +30,7 @@ from rewriter.ways.compiled.comparison import ROUNDING, difference_of
 from rewriter.ways.compiled.proving import RouteProofs
 from rewriter.ways.compiled.way import CompiledWay
 from rewriter.ways.optimizer_steps import OptimizerSteps, elsewhere_bytes
-from rewriter.ways.rehearsal import Call, Facts
+from rewriter.ways.rehearsal import Call, Facts, stop_watching
 from rewriter.ways.trials import digest
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ class DynamoWay(CompiledWay):
     def _rehearsed(self, model: nn.Module, call: Call, batch: Any) -> Any:
         """The first step of its kind: graphs run as Dynamo made them, and it is noted what the caller does."""
         before = self._session.calls
+        if self._session.is_between_steps:
+            stop_watching()  # another model's watch, which would be cut inside of this call, and blind this step
         # Held until the step was watched to its end: what goes meanwhile would count as given back by it.
         self._expected = self._returned_as_it_was(model, batch) if self.settings.prove else None
         with put_back_if_refused(model):
