@@ -1,6 +1,7 @@
 """What holds for every test: one thread, the same random examples in every run, and a short way for the collector."""
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -43,6 +44,12 @@ def _nor_of_what_a_test_imported():
     """Nor what a test before this one imported: torch alone brings hundreds of modules with its first capture."""
     if len(sys.modules) > _modules_frozen + _MANY_MODULES:
         _freeze()
+
+
+@pytest.fixture(autouse=True)
+def _torch_traces_for_nobody():
+    """pytest listens to every logger that hands nothing on, and torch writes a stack for each fake tensor then."""
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True)
