@@ -26,12 +26,13 @@ from profiler.measuring.op_times import Measured
 from profiler.measuring.restoring import Touched
 from profiler.tracing.eager_ways.assumptions import BrokenAssumption, taken_to_hold
 from profiler.tracing.fake_tensors.patches import patched
-from profiler.tracing.guards import Weight
+from profiler.tracing.guards import Change, Weight
 from profiler.tracing.ranks.replicated import unsynchronised, warm_up_needed, wrapper_bytes
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
 from profiler.tracing.trials.audit import check_against_eager, check_second_trace, eager_ops
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.own_changes import (
+    is_left,
     made_once,
     may_decide,
     of_data,
@@ -269,7 +270,8 @@ def _in_common(ready: ReadyStep) -> ReadyStep:
 def _check_own_changes(workload: Workload, traced: TracedStep, liberties: Liberties, *, always: bool) -> None:
     """CaptureError where the step does something else a second time, or may later on; a warning of what is lost."""
     convention = traced.convention
-    changes = convention.guards.changes
+    changes: Sequence[Change] = convention.guards.changes
+    later: Sequence[Change] = ()
     refuse_drawn(changes)
     if always or may_decide(convention.guards):
         started = time.perf_counter()
@@ -278,8 +280,11 @@ def _check_own_changes(workload: Workload, traced: TracedStep, liberties: Libert
         log.info("traced it once more in %.2f s", time.perf_counter() - started)
         check_second_trace(traced.raw_ops, again.ops, changes, (convention.result.leaves, again.returned))
         refuse_deciding(changes, again.changes)
-        convention.guards.watch_also(made_once(changes, again.changes))
-    tell_lost(convention.guards)
+        left, later = convention.guards.left, again.changes
+        left.settle(again.left, again.left_later)
+        once = [one for one in made_once(changes, later) if not is_left(one, left)]
+        convention.guards.watch_also(once, without=left.live.values())
+    tell_lost(convention.guards, later)
 
 
 def _traced_again(workload: Workload, traced: TracedStep, liberties: Liberties) -> TraceAgain:
@@ -298,7 +303,7 @@ def _traced_again(workload: Workload, traced: TracedStep, liberties: Liberties) 
         refuse_carried(stale.sentences)
     if trials.has_constants:
         later = _check_made_for_good(workload, traced, liberties)
-        again = replace(again, changes=later.changes)
+        again = replace(again, changes=later.changes, left_later=later.left)
     return again
 
 

@@ -179,6 +179,8 @@ def _left_behind(touched: Touched) -> Iterator[tuple[str, str, Tensor]]:
         yield "generators", f"generator {i} of the step's own", generator.get_state()
     for i, tensor in enumerate(touched.tensors):
         yield "other tensors", f"tensor {i} that the step writes to", tensor
+    for name, value in touched.left.values():
+        yield "left values", name, _as_tensor(value)
 
 
 def _clear(params: Sequence[Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from profiler.ops import memory_of
 from profiler.tracing.fake_tensors.patches import preserved, refill
+from profiler.tracing.guards import LeftBehind
 from profiler.tracing.ranks.torch_distributed import local
 from profiler.tracing.ranks.torch_shards import free_whole_parameters
 from profiler.tracing.trials.interrupts import interrupts_come_between
@@ -37,6 +38,7 @@ class Touched:
     generators: Sequence[torch.Generator] = ()
     tensors: Sequence[Tensor] = ()
     unread_gradients: Sequence[Tensor] = ()
+    left: LeftBehind = field(default_factory=LeftBehind)  # what it leaves in objects of the user's
 
     @staticmethod
     def by(traced: TracedStep, batch: Any) -> Touched:
@@ -48,6 +50,7 @@ class Touched:
             generators=traced.generators,
             tensors=traced.written_outside(batch),
             unread_gradients=tuple(slot.tensor() for slot in traced.convention.dropped),
+            left=traced.convention.guards.left,
         )
 
     def in_eager(self, step: Any) -> Touched:
@@ -58,9 +61,12 @@ class Touched:
         """Where a step runs inside of `kept`."""
         return watched() if self.is_eager else nullcontext()
 
-    def kept(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def kept(self) -> Iterator[None]:
         """Whatever a step does inside: afterwards all of it is as before."""
-        return state_kept(self.model, self.optimizer, step=self.step, generators=self.generators, tensors=self.tensors)
+        kept = state_kept(self.model, self.optimizer, step=self.step, generators=self.generators, tensors=self.tensors)
+        with kept, self.left.kept():
+            yield
 
 
 @contextmanager

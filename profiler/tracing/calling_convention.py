@@ -5,6 +5,7 @@ The convention knows nothing of the graph module: any function of the same place
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,9 +139,26 @@ class ReturnOut:
     leaf: int
 
 
-OutputSlot = ReturnOut | GradSlot | BufferSlot
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """What the step leaves in an object of the user's: which of all such values, and which leaf of it.
 
-_OUTPUT_ROLES: dict[type, Role] = {ReturnOut: Role.OUTPUT, GradSlot: Role.GRADIENT, BufferSlot: Role.BUFFER}
+    `as_it_is`: the very tensor that it was given.
+    """
+
+    value: int
+    leaf: int
+    as_it_is: bool
+
+
+OutputSlot = ReturnOut | GradSlot | BufferSlot | LeftOut
+
+_OUTPUT_ROLES: dict[type, Role] = {
+    ReturnOut: Role.OUTPUT,
+    LeftOut: Role.OUTPUT,
+    GradSlot: Role.GRADIENT,
+    BufferSlot: Role.BUFFER,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +249,14 @@ class Convention:
     def finish(self, outputs: Sequence[Tensor]) -> Any:
         """Leave everything as eager would have; the return value of the step."""
         returned: dict[int, Tensor] = {}
+        left: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         for slot, tensor in zip(self.outputs, outputs, strict=True):
             match slot:
                 case ReturnOut():
                     returned[slot.leaf] = tensor
+                case LeftOut():
+                    is_live = isinstance(tensor, Tensor) and tensor.requires_grad and not slot.as_it_is
+                    left[slot.value][slot.leaf] = tensor.data if is_live else tensor
                 case GradSlot():
                     live = slot.param.tensor()
                     # Not as a view of what it was computed in: eager's is none, and `model.double()` minds.
@@ -249,6 +271,7 @@ class Convention:
             setattr(module, name, value)
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        self.guards.left.put(left)
         return self.result.rebuild(returned)
 
     def _read(self, slot: InputSlot, leaves: Sequence[Any]) -> Any:

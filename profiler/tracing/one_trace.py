@@ -44,7 +44,7 @@ from profiler.tracing.passes import Passes, UntraceableOptimizerError
 from profiler.tracing.ranks.replicated import Layout, LayoutFoundError, parallel_of
 from profiler.tracing.ranks.torch_distributed import distributed, local, refusing_own_communication, spec_of
 from profiler.tracing.ranks.torch_shards import refusing_own_gathers
-from profiler.tracing.trials.audit import OpSeen, ops_of
+from profiler.tracing.trials.audit import OpSeen, names_of_outputs, ops_of
 from profiler.tracing.trials.interrupts import interrupts_come_between
 from profiler.tracing.trials.switches import refusing_switches
 from profiler.tracing.updates.learning_rates import make_rates_live
@@ -232,7 +232,7 @@ class _Session:
             draws.finish()
             self.redraws = tuple(draws.redraws)
             self.outside.check()
-            outcome = collect(self.placed, result, training)
+            outcome = collect(self.placed, result, training, self.held)
         self.placed.check_memory()
         return outcome
 
@@ -271,7 +271,8 @@ class _Session:
     def _finished(self, module: fx.GraphModule, outcome: Outcome) -> Trace:
         inputs = keep_used_inputs(self.placed, module, list(self.placed.stand_ins.inputs))
         inputs += self._make_rates_live(module)
-        ops = ops_of(module.graph)  # before a check is moved in front of what it must not come after
+        # Before a check is moved in front of what it must not come after.
+        ops, names = ops_of(module.graph), names_of_outputs(module.graph)
         early = [one for one in self.reads.assumptions if is_checked_beforehand(one)]
         before = beforehand(module, early)
         late = [one for one in self.reads.assumptions if one not in early]
@@ -283,6 +284,7 @@ class _Session:
             outcome,
             self.held,
             self.noted,
+            names=names,
             beside=self.parallel.guards,
             opaque_reason=self.opaque_reason,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 
@@ -15,6 +17,7 @@ from profiler.tracing.calling_convention import (
     Convention,
     GradSlot,
     InputSlot,
+    LeftOut,
     OutputSlot,
     ParamSlot,
     Result,
@@ -30,6 +33,8 @@ from profiler.tracing.guards import (
     Guard,
     Guards,
     Held,
+    Left,
+    LeftBehind,
     ModuleGuard,
     Modules,
     Noted,
@@ -37,6 +42,7 @@ from profiler.tracing.guards import (
     Switches,
     TensorGuard,
 )
+from profiler.tracing.guards.holders import STAND_INS, is_of_the_trace
 from profiler.tracing.ranks.torch_distributed import is_distributed
 
 
@@ -50,9 +56,10 @@ class Outcome:
     overwritten: tuple[ParamSlot, ...]
     result: Result
     training_after: tuple[tuple[nn.Module, bool], ...]
+    left: tuple[Left, ...]
 
 
-def collect(placed: Placed, result: Any, training: list[tuple[nn.Module, bool]]) -> Outcome:
+def collect(placed: Placed, result: Any, training: list[tuple[nn.Module, bool]], held: Held) -> Outcome:
     """What the step returned and changed; `training` are the modes before it. CaptureError where no graph can do so."""
     leaves, tree = pytree.tree_flatten(result)
     outputs = _returned(placed, leaves)
@@ -66,6 +73,7 @@ def collect(placed: Placed, result: Any, training: list[tuple[nn.Module, bool]])
         if grad is not incoming:
             overwritten.append(param)
     outputs |= _rebound_buffers(placed)
+    left = _left_in_objects(placed, held, outputs)
     _check_left_behind(placed)
     return Outcome(
         outputs=tuple(outputs),
@@ -77,6 +85,7 @@ def collect(placed: Placed, result: Any, training: list[tuple[nn.Module, bool]])
             leaves=tuple(None if ReturnOut(leaf=i) in outputs else leaf for i, leaf in enumerate(leaves)),
         ),
         training_after=tuple((m, m.training) for m, before in training if m.training != before),
+        left=left,
     )
 
 
@@ -97,6 +106,29 @@ def _returned(placed: Placed, leaves: list[Any]) -> dict[OutputSlot, Any]:
         elif isinstance(leaf, Tensor) and get_proxy_slot(leaf, placed.tracer, None) is not None:
             found[ReturnOut(leaf=i)] = leaf
     return found
+
+
+def _left_in_objects(placed: Placed, held: Held, outputs: dict[OutputSlot, Any]) -> tuple[Left, ...]:
+    """What the step put into places that a call can fill, too; what is computed of it joins the outputs."""
+    found: list[Left] = []
+    given = {id(tensor) for tensor in placed.args.values()}
+    for holder, key, value in held.written():
+        leaves, tree = pytree.tree_flatten(value)
+        if not all(_can_be_put(placed, leaf) for leaf in leaves):
+            continue
+        computed = {i for i, leaf in enumerate(leaves) if isinstance(leaf, STAND_INS)}
+        for i in computed:
+            slot = LeftOut(value=len(found), leaf=i, as_it_is=id(leaves[i]) in given)
+            outputs[slot] = fx.Proxy(leaves[i].source, placed.tracer) if isinstance(leaves[i], LIVE) else leaves[i]
+        kept = tuple(None if i in computed else leaf for i, leaf in enumerate(leaves))
+        found.append(Left(holder=holder, key=key, tree=tree, leaves=kept, computed=dict.fromkeys(computed, "")))
+    return tuple(found)
+
+
+def _can_be_put(placed: Placed, leaf: Any) -> bool:
+    if isinstance(leaf, FakeTensor):
+        return get_proxy_slot(leaf, placed.tracer, None) is not None
+    return isinstance(leaf, LIVE) or not (is_distributed(leaf) or is_of_the_trace(leaf))
 
 
 def _rebound_buffers(placed: Placed) -> dict[OutputSlot, Any]:
@@ -148,12 +180,14 @@ def convention_of(
     held: Held,
     noted: Noted | None,
     *,
+    names: Sequence[str],
     beside: tuple[Guard, ...] = (),
     opaque_reason: str,
 ) -> Convention:
     """How the graph of these inputs is called on the user's own objects, and what must hold for that.
 
-    `beside` are guards of whatever else the graph was traced with.
+    `names` are what two traces have in common of the outputs; `beside` are guards of whatever else the graph was traced
+    with.
     """
     read = {slot.param for slot in slots if isinstance(slot, GradSlot)}
     return Convention(
@@ -165,8 +199,17 @@ def convention_of(
         dropped=tuple(param for param in outcome.overwritten if param not in read),
         result=outcome.result,
         training_after=outcome.training_after,
-        guards=_guards(placed, read, held, noted, beside, opaque_reason=opaque_reason),
+        guards=_guards(placed, read, held, noted, beside, _left_behind(outcome, names), opaque_reason=opaque_reason),
     )
+
+
+def _left_behind(outcome: Outcome, names: Sequence[str]) -> LeftBehind:
+    by_slot = dict(zip(outcome.outputs, names, strict=True))
+    computed = [dict(left.computed) for left in outcome.left]
+    for slot, name in by_slot.items():
+        if isinstance(slot, LeftOut):
+            computed[slot.value][slot.leaf] = name
+    return LeftBehind([replace(left, computed=of) for left, of in zip(outcome.left, computed, strict=True)])
 
 
 def _guards(
@@ -175,6 +218,7 @@ def _guards(
     held: Held,
     noted: Noted | None,
     around: tuple[Guard, ...],
+    left: LeftBehind,
     *,
     opaque_reason: str,
 ) -> Guards:
@@ -199,6 +243,7 @@ def _guards(
                 + [TensorGuard.of(Fixed(name=path, held=tensor), tensor) for path, tensor in beside],
             ),
             held,
+            left,
             *around,
         ),
         optimizer=OptimizerGuard.of(placed.optimizer, baked=baked, traced=not opaque_reason),
@@ -209,4 +254,5 @@ def _guards(
         once=held.once,
         trials=held.trials,
         watch_also=held.watch_also,
+        left=left,
     )

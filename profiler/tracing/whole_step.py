@@ -26,7 +26,7 @@ from profiler.tracing.fake_tensors.without_memory import fake_mode_of, made_with
 from profiler.tracing.fx_graphs.cleaning import clean
 from profiler.tracing.fx_graphs.gpu_kernels import GpuKernels, Substitution, Target, as_on_gpu
 from profiler.tracing.fx_graphs.typed_graph import lift
-from profiler.tracing.guards import Change
+from profiler.tracing.guards import Change, LeftBehind
 from profiler.tracing.joint import ForwardAndBackward
 from profiler.tracing.one_trace import Trace, trace_step
 from profiler.tracing.ranks.replicated import Layout, refuse_unsupported
@@ -186,6 +186,8 @@ class TraceAgain:
     outside: tuple[Tensor, ...]  # tensors that it used and that are neither the model's nor the batch's
     written: tuple[Tensor, ...]  # those of them that it wrote to
     changes: tuple[Change, ...]
+    left: LeftBehind
+    left_later: LeftBehind  # the same where it found what the first trace had made of constants
 
 
 def trace_again(workload: Workload, *, optimizer_outside: bool, layout: Layout | None = None) -> TraceAgain:
@@ -206,6 +208,8 @@ def trace_again(workload: Workload, *, optimizer_outside: bool, layout: Layout |
         outside=again.outside,
         written=_written_constants(again.module),
         changes=convention.guards.changes,
+        left=convention.guards.left,
+        left_later=convention.guards.left,
     )
 
 

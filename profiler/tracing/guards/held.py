@@ -17,6 +17,7 @@ from profiler.tracing.guards.changes import Change, Weight
 from profiler.tracing.guards.exact import UNSET, Gone, exactly_equal
 from profiler.tracing.guards.holders import Holder, is_of_the_trace, plain_parts, stand_ins_in
 from profiler.tracing.guards.kinds import Entries, Selection
+from profiler.tracing.guards.left_behind import Left
 from profiler.tracing.guards.object_walk import MOST_HOLDERS
 from profiler.tracing.guards.putting_back import PuttingBack
 from profiler.tracing.guards.reach import Reach
@@ -83,6 +84,19 @@ class Held:
                     self._unsettled.add((id(holder), key))
                 yield change
 
+    def written(self) -> Iterator[tuple[Holder, Any, Any]]:
+        """What the step put where: a holder, a key, the value."""
+        for change in self.changes:
+            yield from self._written_by(change)
+
+    def _written_by(self, change: Change) -> Iterator[tuple[Holder, Any, Any]]:
+        """What lies in places of its own since a change, where another call can put something, too."""
+        holder, now = change.holder, change.holder.now()
+        if holder.lenient or not holder.kind.takes_values or (change.key is None and not isinstance(holder.kind, Entries)):
+            return
+        keys = [change.key] if change.key is not None else [key for key in now if key not in holder.before]
+        yield from ((holder, key, now[key]) for key in keys if key in now and now[key] is not UNSET)
+
     def _new(self, watch: Watch) -> list[str]:
         """Attributes and variables that are there only since the step ran."""
         holder = watch.holder
@@ -148,11 +162,15 @@ class Held:
         self._same = Sameness(by_object(watches))
         self._prepare_glance()
 
-    def watch_also(self, once: Iterable[Change]) -> None:
-        """What the step made at its first call and not again: whatever else is put there, it reads."""
+    def watch_also(self, once: Iterable[Change], *, without: Iterable[Left]) -> None:
+        """What the step made at its first call and not again: whatever else is put there, it reads.
+
+        But for what each call leaves where it lies.
+        """
         for change in once:
             self._resized.discard(id(change.holder))
             self._unsettled.discard((id(change.holder), change.key))
+        self._unsettled.update((id(left.holder), left.key) for left in without)
         self._watch_all()
 
     def _watch(self, holder: Holder) -> Watch:

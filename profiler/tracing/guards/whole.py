@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from profiler.tracing.guards.batches import BatchGuard
 from profiler.tracing.guards.changes import Change
+from profiler.tracing.guards.left_behind import LeftBehind
 from profiler.tracing.guards.optimizers import OptimizerGuard
 from profiler.tracing.guards.putting_back import PuttingBack
 from profiler.tracing.guards.tensors import Slot
@@ -34,7 +35,8 @@ class Guards:
     changes: tuple[Change, ...]  # what the step changed itself while it was traced
     once: tuple[str, ...]  # what else it does while it is traced that is another at each step, in words
     trials: PuttingBack  # what else it left behind, laid out for another trace
-    watch_also: Callable[[Iterable[Change]], None]  # of these changes, what was there before counts after all
+    watch_also: Callable[..., None]  # of these changes, what was there before counts after all
+    left: LeftBehind  # what each call leaves in objects of the user's
 
     def mismatches(self, optimizer: Optimizer, batch: Any) -> Iterator[str]:
         """What differs from the captured step, one sentence each."""

@@ -115,6 +115,13 @@ def ops_of(graph: fx.Graph) -> tuple[OpSeen, ...]:
     )
 
 
+def names_of_outputs(graph: fx.Graph) -> tuple[str, ...]:
+    """What two traces of the same step have in common of each output."""
+    (output,) = graph.find_nodes(op="output")
+    names = _names_of(graph)
+    return tuple(names.get(node, "") if isinstance(node, fx.Node) else repr(node) for node in output.args[0])
+
+
 def _names_of(graph: fx.Graph) -> dict[fx.Node, str]:
     """A name for every node that hangs on nothing but those that count: bookkeeping may be more or less."""
     names: dict[fx.Node, str] = {}

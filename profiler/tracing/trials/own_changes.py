@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import CaptureError
-from profiler.tracing.guards import Change, Guards, Selection, Weight
+from profiler.tracing.guards import Change, Guards, LeftBehind, Selection, Weight, place_of
 
 if TYPE_CHECKING:
     from profiler.tracing.trials.audit import OpSeen  # which needs this module
@@ -89,9 +89,19 @@ def made_once(first: Sequence[Change], second: Sequence[Change]) -> list[Change]
     return [one for one in read if one.path not in again and not one.is_a_librarys]
 
 
-def tell_lost(guards: Guards) -> None:
-    """Warn of what the step does beside computing with tensors: a planned step does it no more."""
-    lost = _named([one for one in guards.changes if one.weight is not Weight.REMADE and not one.is_a_librarys])
+def is_left(change: Change, left: LeftBehind) -> bool:
+    """Whether each call of the planned step changes this as the user's step does."""
+    if change.key is not None:
+        return place_of(change.holder, change.key) in left.live
+    new = [one for one in left.live.values() if one.holder is change.holder and one.key not in one.holder.before]
+    return len(new) == change.now - change.then
+
+
+def tell_lost(guards: Guards, later: Sequence[Change] = ()) -> None:
+    """Warn of what the step, now or `later`, does beside computing with tensors: a planned step does it no more."""
+    first = {one.path for one in guards.changes}
+    every = (*guards.changes, *(one for one in later if one.path not in first and one.weight is not Weight.REMADE))
+    lost = _named(one for one in every if not one.is_a_librarys and not is_left(one, guards.left))
     if lost:
         more = f" (and {len(lost) - _TOLD} more)" if len(lost) > _TOLD else ""
         _warn(

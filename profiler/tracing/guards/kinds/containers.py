@@ -16,6 +16,7 @@ class Entries(Kind):
 
     selection = Selection.KEYS
     sized = True
+    takes_values = True
 
     def read(self, what: Any) -> dict[Any, Any]:
         base = _dict_base(what)
@@ -26,6 +27,9 @@ class Entries(Kind):
         base.clear(what)
         for key, value in before.items():
             base.__setitem__(what, key, value)
+
+    def put(self, what: Any, key: Any, value: Any) -> None:
+        _dict_base(what).__setitem__(what, key, value)
 
     def label(self, path: str, key: Any) -> str:
         return f"{path}[{shown(key)}]"
@@ -95,6 +99,7 @@ class Items(Kind):
 
     selection = Selection.KEYS
     sized = True
+    takes_values = True
 
     def read(self, what: Any) -> dict[Any, Any]:
         return dict(enumerate(_iterator_of(what)(what)))
@@ -105,6 +110,10 @@ class Items(Kind):
         elif isinstance(what, deque):
             deque.clear(what)
             deque.extend(what, before.values())
+
+    def put(self, what: Any, key: Any, value: Any) -> None:
+        base = list if isinstance(what, list) else deque
+        base.__setitem__(what, key, value)
 
     def label(self, path: str, key: Any) -> str:
         return f"{path}[{key}]"

@@ -16,6 +16,7 @@ class Cells(Kind):
     """The variables that a function has closed over."""
 
     selection = Selection.VARIABLES
+    takes_values = True
 
     def read(self, what: FunctionType) -> dict[Any, Any]:
         cells = zip(what.__code__.co_freevars, what.__closure__ or (), strict=True)
@@ -27,6 +28,9 @@ class Cells(Kind):
                 del cell.cell_contents
             else:
                 cell.cell_contents = before[name]
+
+    def put(self, what: FunctionType, key: Any, value: Any) -> None:
+        (what.__closure__ or ())[what.__code__.co_freevars.index(key)].cell_contents = value
 
     def label(self, path: str, key: Any) -> str:
         return f"the outer variable {key}{path}"

@@ -34,6 +34,7 @@ class Kind:
     sized: ClassVar[bool] = False  # whether one value more is a change, too
     probed: ClassVar[bool] = True  # whether probes tell; else what it holds is compared each time
     by_value: ClassVar[bool] = False  # whether what is read of it is made anew at each reading
+    takes_values: ClassVar[bool] = False  # whether `put` gives it a value as assigning it would
 
     def read(self, what: Any) -> dict[Any, Any]:
         """What the object holds now."""
@@ -42,6 +43,10 @@ class Kind:
     def write(self, what: Any, before: Mapping[Any, Any]) -> None:
         """Give an object back what was once read of it; CannotPutBackError where it takes nothing back."""
         raise CannotPutBackError
+
+    def put(self, what: Any, key: Any, value: Any) -> None:
+        """Give an object one value; for the kinds that `takes_values`."""
+        self.write(what, {**self.read(what), key: value})
 
     def label(self, path: str, key: Any) -> str:
         """What a sentence calls one of the values."""

@@ -60,6 +60,7 @@ class Attributes(Kind):
     """What an object has in its `__dict__` and its `__slots__`."""
 
     selection = Selection.NAMES
+    takes_values = True
 
     def __init__(self, *, without: frozenset[str] = frozenset()) -> None:
         self.without = without  # what something else looks after
@@ -78,6 +79,12 @@ class Attributes(Kind):
                 own.pop(name, None)
             else:
                 own[name] = value
+
+    def put(self, what: Any, key: Any, value: Any) -> None:
+        if key in slots_of(type(what)):
+            _set_slot(what, key, value)
+        else:
+            own_dict(what)[key] = value
 
     def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         own = own_dict(what)
@@ -130,6 +137,7 @@ class Members(Kind):
     """What a class gives its objects."""
 
     selection = Selection.NAMES
+    takes_values = True
 
     def read(self, what: Any) -> dict[Any, Any]:
         return dict(vars(what))
@@ -141,6 +149,9 @@ class Members(Kind):
             else:
                 type.__setattr__(what, name, value)
 
+    def put(self, what: Any, key: Any, value: Any) -> None:
+        type.__setattr__(what, key, value)
+
     def probes(self, what: Any, values: Mapping[Any, Any], *, sized: bool) -> list[Probe]:
         return named(vars(what), values)
 
@@ -150,6 +161,9 @@ class Variables(Members):
 
     def write(self, what: Any, before: Mapping[Any, Any]) -> None:
         _write_globals(vars(what), before)
+
+    def put(self, what: Any, key: Any, value: Any) -> None:
+        vars(what)[key] = value
 
 
 def _write_globals(variables: dict[str, Any], before: Mapping[Any, Any]) -> None:
@@ -164,6 +178,7 @@ class Globals(Kind):
     """The globals of a Python module, as its functions read them."""
 
     selection = Selection.VARIABLES
+    takes_values = True
 
     def __init__(self, *, suffix: str) -> None:
         self._suffix = suffix
@@ -173,6 +188,9 @@ class Globals(Kind):
 
     def write(self, what: Any, before: Mapping[Any, Any]) -> None:
         _write_globals(what, before)
+
+    def put(self, what: Any, key: Any, value: Any) -> None:
+        what[key] = value
 
     def label(self, path: str, key: Any) -> str:
         return f"the global {key}{self._suffix}"

@@ -21,6 +21,8 @@ from profiler.tracing.guards.kinds.namespaces import own_dict
 class Flag(Kind):
     """Whether an event of the standard library is set."""
 
+    takes_values = True
+
     def read(self, what: Any) -> dict[Any, Any]:
         return {"_flag": own_dict(what)["_flag"]}
 
@@ -51,6 +53,8 @@ class Level(Kind):
 
 class Context(Kind):
     """The value of a context variable."""
+
+    takes_values = True
 
     def read(self, what: ContextVar[Any]) -> dict[Any, Any]:
         return {"": what.get(UNSET)}
