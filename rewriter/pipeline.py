@@ -26,7 +26,7 @@ from profiler.measuring.op_times import Measured
 from profiler.measuring.restoring import Touched
 from profiler.tracing.eager_ways.assumptions import BrokenAssumption, taken_to_hold
 from profiler.tracing.fake_tensors.patches import patched
-from profiler.tracing.guards import Change, Weight
+from profiler.tracing.guards import Weight
 from profiler.tracing.ranks.replicated import unsynchronised, warm_up_needed, wrapper_bytes
 from profiler.tracing.ranks.tensor_parallel import is_in_parts
 from profiler.tracing.trials.audit import check_against_eager, check_second_trace, eager_ops
@@ -142,8 +142,9 @@ class ReadyStep:
     def proof(self, planned: Planned, solution: Solution, batch: Any, *, steps: int) -> Verification:
         """Both versions for a few steps from the same state, compared to the bit; everything is put back.
 
-        One step where the data lead another way after it, since that is another form's.
+        One step where the data, or a buffer that it registers, lead another way after it, since that is another form's.
         """
+        steps = 1 if self.traced.convention.makes_buffers else steps
         try:
             return self.proof_against(self.eager_seen(batch, steps=steps), planned, solution, batch)
         except BrokenAssumption:
@@ -270,8 +271,7 @@ def _in_common(ready: ReadyStep) -> ReadyStep:
 def _check_own_changes(workload: Workload, traced: TracedStep, liberties: Liberties, *, always: bool) -> None:
     """CaptureError where the step does something else a second time, or may later on; a warning of what is lost."""
     convention = traced.convention
-    changes: Sequence[Change] = convention.guards.changes
-    later: Sequence[Change] = ()
+    changes, again = convention.guards.changes, None
     refuse_drawn(changes)
     if always or may_decide(convention.guards):
         started = time.perf_counter()
@@ -280,11 +280,11 @@ def _check_own_changes(workload: Workload, traced: TracedStep, liberties: Libert
         log.info("traced it once more in %.2f s", time.perf_counter() - started)
         check_second_trace(traced.raw_ops, again.ops, changes, (convention.result.leaves, again.returned))
         refuse_deciding(changes, again.changes)
-        left, later = convention.guards.left, again.changes
+        left = convention.guards.left
         left.settle(again.left, again.left_later)
-        once = [one for one in made_once(changes, later) if not is_left(one, left)]
+        once = [one for one in made_once(changes, again.changes) if not is_left(one, left.found, left.live)]
         convention.guards.watch_also(once, without=left.live.values())
-    tell_lost(convention.guards, later)
+    tell_lost(convention.guards, again)
 
 
 def _traced_again(workload: Workload, traced: TracedStep, liberties: Liberties) -> TraceAgain:
@@ -405,7 +405,8 @@ def _measured_unplanned_bytes(ready: ReadyStep, *, in_place: bool) -> int:
     """What the captured step really adds to memory when it runs unplanned; everything is put back."""
     planned = ready.replayed(unplanned_schedule(ready.graph, in_place=in_place))
     with taken_to_hold():
-        mine = planned.seen(ready.workload.batch, steps=2).peak_bytes  # a first step may make what later ones find
+        steps = 1 if ready.traced.convention.makes_buffers else 2  # a first step may make what later ones find
+        mine = planned.seen(ready.workload.batch, steps=steps).peak_bytes
     return max(ready.ranks.gathered("measuring the unplanned step", mine))
 
 

@@ -53,6 +53,7 @@ class BufferSlot:
     name: str
     owner: nn.Module
     key: str
+    persistent: bool = True  # asked where the step itself registers it
 
     def find(self) -> Tensor | None:
         """The live buffer, where it is still there."""
@@ -203,6 +204,11 @@ class Convention:
         """The role of every output, in their order."""
         return tuple(_OUTPUT_ROLES[type(slot)] for slot in self.outputs)
 
+    @property
+    def makes_buffers(self) -> bool:
+        """Whether a call registers buffers that are not there, after which the step is another one."""
+        return any(isinstance(slot, BufferSlot) and slot.find() is None for slot in self.outputs)
+
     def check(self, batch: Any) -> list[str]:
         """What no longer matches the captured step; empty where the graph may run."""
         return list(self.guards.mismatches(self.optimizer, batch)) or [str(one) for one in self.broken(batch)]
@@ -262,6 +268,8 @@ class Convention:
                     # Not as a view of what it was computed in: eager's is none, and `model.double()` minds.
                     live.grad = distributed(tensor.data if tensor._is_view() else tensor, spec_of(live))
                 case BufferSlot():
+                    if slot.key not in slot.owner._buffers and not slot.persistent:
+                        slot.owner._non_persistent_buffers_set.add(slot.key)
                     slot.owner._buffers[slot.key] = tensor
         for param in self.cleared:
             param.tensor().grad = None

@@ -227,7 +227,7 @@ class _Session:
             with draws.followed(), learning(self.reach):
                 result = self.train_step(self.model, self.optimizer, batch)
             self.placed.hand_back_attributes()
-            self.held.settle(self.placed.is_computed)
+            self.held.settle(self.placed.what_is_computed())
             self.parallel.finish()
             draws.finish()
             self.redraws = tuple(draws.redraws)

@@ -41,6 +41,7 @@ from profiler.tracing.guards import (
     OptimizerGuard,
     Switches,
     TensorGuard,
+    attributes_of,
 )
 from profiler.tracing.guards.holders import STAND_INS, is_of_the_trace
 from profiler.tracing.ranks.torch_distributed import is_distributed
@@ -132,20 +133,36 @@ def _can_be_put(placed: Placed, leaf: Any) -> bool:
 
 
 def _rebound_buffers(placed: Placed) -> dict[OutputSlot, Any]:
-    """Buffers that the step replaced by new tensors (`self.mean = ...`): outputs, put back at each call."""
+    """Buffers that the step replaced by new tensors (`self.mean = ...`) or made: outputs, put back at each call."""
     rebound: dict[OutputSlot, Any] = {}
     for buffer in placed.stand_ins.buffers.values():
         now = buffer.owner._buffers.get(buffer.key)
         if now is not None and now is not placed.args[buffer]:
             rebound[buffer] = now
-    return rebound
+    return rebound | placed.new_buffers()
 
 
 def _check_left_behind(placed: Placed) -> None:
     for param in placed.stand_ins.params.values():
         if param.owner._parameters.get(param.key) is not placed.args[param]:
             raise CaptureError(f"the step puts another tensor in place of parameter {param.name}")
+        if placed.args[param].requires_grad != placed.trained[param]:
+            raise CaptureError(f"the step changes requires_grad of parameter {param.name}: do so outside of it")
+    if new := placed.new_parts():
+        raise CaptureError(
+            f"the step registers {' and '.join(new[:3])} with the model: run one step of your own before this call, or "
+            "make what it registers when the model is made"
+        )
+    if states := placed.other_states():
+        raise CaptureError(
+            f"the step itself writes the optimizer's state {' and '.join(states[:3])}: keep it in a buffer of the "
+            "model (register_buffer), or in an object of your own"
+        )
     for slot, tensor in placed.args.items():
+        if isinstance(slot, BatchSlot) and attributes_of(tensor).keys() - attributes_of(placed.live(slot)).keys():
+            raise CaptureError(
+                f"the step sets an attribute on the tensor {slot.name}: return it from the step, or keep it elsewhere"
+            )
         if isinstance(slot, BatchSlot) and tensor.grad is not None:
             raise CaptureError(
                 f"the step leaves a .grad on {slot.name}: clear it before the step ends, or use "

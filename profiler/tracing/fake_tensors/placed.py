@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -14,11 +15,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from profiler.errors import CaptureError
-from profiler.ops import is_random, memory_of
+from profiler.ops import memory_of
 from profiler.tracing.calling_convention import BatchSlot, BufferSlot, GradSlot, InputSlot, ParamSlot, StateSlot
 from profiler.tracing.eager_ways.live_numbers import LIVE
 from profiler.tracing.eager_ways.reads import Reads
-from profiler.tracing.eager_ways.slices import outside_the_trace, slice_of
+from profiler.tracing.eager_ways.slices import outside_the_trace, worked_out
 from profiler.tracing.fake_tensors.inputs import StandIns
 from profiler.tracing.fake_tensors.patches import WatchedGroup, refresh_recurrent_layers
 from profiler.tracing.guards import attributes_of, give_attributes, hooks_of
@@ -45,6 +46,8 @@ class Placed:
         self.group_numbers: list[dict[str, Any]] = []
         self.by_stand_in: dict[int, ParamSlot] = {}
         self._live = self.stand_ins.live()  # what the user has in each input
+        self.trained = {slot: slot.tensor().requires_grad for slot in self.stand_ins.params.values()}
+        self._had = {id(module): _names(module) for module in model.modules()}
         self._own_groups_and_state = optimizer.param_groups, optimizer.state
 
     def begin(self, tracer: Any, args: dict[InputSlot, Tensor]) -> None:
@@ -59,6 +62,10 @@ class Placed:
         """What the step set on stand-ins of parameters and buffers, onto these, where it is seen and undone."""
         for slot in self.stand_ins.named():
             give_attributes(self._live[slot], attributes_of(self.args[slot]))
+
+    def live(self, slot: InputSlot) -> Tensor:
+        """What the user has in an input."""
+        return self._live[slot]
 
     def check_memory(self) -> None:
         """CaptureError where a stand-in was given other memory."""
@@ -102,6 +109,35 @@ class Placed:
         self.group_numbers = [numbers_of(group) for group in groups]
         self.by_stand_in = {id(self.args[slot]): slot for slot in self.stand_ins.params.values()}
         optimizer.param_groups, optimizer.state = groups, states  # type: ignore[assignment]
+        self._states = {id(p): dict(state) for p, state in states.items()}
+
+    def new_buffers(self) -> dict[BufferSlot, Tensor]:
+        """Buffers that the step has registered, or filled for the first time."""
+        found = {}
+        for path, module in self.model.named_modules():
+            for key, tensor in module._buffers.items():
+                if tensor is not None and key not in self._had.get(id(module), ()):
+                    name, persistent = f"{path}.{key}".lstrip("."), key not in module._non_persistent_buffers_set
+                    found[BufferSlot(name=name, owner=module, key=key, persistent=persistent)] = tensor
+        return found
+
+    def new_parts(self) -> list[str]:
+        """Parameters and layers that the step has registered, by their names."""
+        return [
+            f"{path}.{key}".lstrip(".")
+            for path, module in self.model.named_modules()
+            for key in (*module._parameters, *module._modules)
+            if key not in self._had.get(id(module), (key,))
+        ]
+
+    def other_states(self) -> list[str]:
+        """State of the optimizer that the step itself has put there."""
+        found = []
+        for slot in self.stand_ins.params.values():
+            state = self.optimizer.state.get(self.args[slot], {})
+            before = self._states.get(id(self.args[slot]), {})
+            found += [f"{slot.name}.{key}" for key, value in state.items() if value is not before.get(key)]
+        return found
 
     def batch(self) -> Any:
         """The batch with stand-ins for its tensors."""
@@ -123,15 +159,18 @@ class Placed:
         node: fx.Node = slot.proxy.node
         return node
 
-    def is_computed(self, value: Any) -> bool:
-        """Whether a value, or one in it, was worked out of the step's inputs or drawn at random, and is another each
-        time."""
-        if not isinstance(value, Tensor):
-            return any(isinstance(one, LIVE) or self.is_computed(one) for one in stand_ins_in([value]))
-        slot = get_proxy_slot(local(value), self.tracer, None)
-        if slot is None:
-            return False
-        return any(node.op == "placeholder" or is_random(node) for node in slice_of([slot.proxy.node]))
+    def what_is_computed(self) -> Callable[[Any], bool]:
+        """What says whether a value, or one in it, was worked out of the step's inputs or drawn at random, and is
+        another each time."""
+        nodes = worked_out(self.tracer.graph)
+
+        def is_computed(value: Any) -> bool:
+            if not isinstance(value, Tensor):
+                return any(isinstance(one, LIVE) or is_computed(one) for one in stand_ins_in([value]))
+            slot = get_proxy_slot(local(value), self.tracer, None)
+            return slot is not None and slot.proxy.node in nodes
+
+        return is_computed
 
     def held(self, node: fx.Node) -> Any:
         """What the user has in an input or constant of the growing graph."""
@@ -157,6 +196,12 @@ class Placed:
         """The state that the optimizer's first step would make, of real tensors; wanted where the step reads it."""
         with outside_the_trace():
             return first_state(self.optimizer, *self._own_groups_and_state)
+
+
+def _names(module: nn.Module) -> set[str]:
+    """What is registered with a module, where there is something."""
+    buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
+    return {*module._parameters, *module._modules, *buffers}
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from profiler.tracing.guards.functions_that_ran import learning
 from profiler.tracing.guards.held import Held
 from profiler.tracing.guards.holders import Holder
 from profiler.tracing.guards.kinds import Selection, attributes_of, give_attributes
-from profiler.tracing.guards.left_behind import Left, LeftBehind, place_of
+from profiler.tracing.guards.left_behind import Left, LeftBehind, Place, place_of
 from profiler.tracing.guards.modules import ModuleGuard, Modules
 from profiler.tracing.guards.noted_batches import Noted
 from profiler.tracing.guards.optimizers import OptimizerGuard, global_step_hooks, only_watches, own_step
@@ -38,6 +38,7 @@ __all__ = [
     "Modules",
     "Noted",
     "OptimizerGuard",
+    "Place",
     "Reach",
     "Selection",
     "Slot",

@@ -92,9 +92,13 @@ class Held:
     def _written_by(self, change: Change) -> Iterator[tuple[Holder, Any, Any]]:
         """What lies in places of its own since a change, where another call can put something, too."""
         holder, now = change.holder, change.holder.now()
-        if holder.lenient or not holder.kind.takes_values or (change.key is None and not isinstance(holder.kind, Entries)):
+        if holder.lenient or not holder.kind.takes_values:
             return
-        keys = [change.key] if change.key is not None else [key for key in now if key not in holder.before]
+        new = [key for key in now if key not in holder.before]
+        only_more = isinstance(holder.kind, Entries) and [*holder.before, *new] == [*now]  # none went, nor moved
+        if change.key is None and not only_more:
+            return
+        keys = new if change.key is None else [change.key]
         yield from ((holder, key, now[key]) for key in keys if key in now and now[key] is not UNSET)
 
     def _new(self, watch: Watch) -> list[str]:

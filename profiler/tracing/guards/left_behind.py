@@ -1,8 +1,8 @@
 """What a step leaves in the user's objects for whoever looks there after it: each planned call puts it there again.
 
-Two traces tell what a place gets at each call, and what only at the first (a mask that is made where there is none). The
-latter is put there as long as the place is as it was found; anything else than that, or than what was put, is no longer
-the captured step.
+Two traces tell what a place gets at each call, and what only at the first (a mask that is made where there is none).
+The latter is put there as long as the place is as it was found; anything else than that, or than what was put, is no
+longer the captured step.
 """
 
 from __future__ import annotations

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import CaptureError
-from profiler.tracing.guards import Change, Guards, LeftBehind, Selection, Weight, place_of
+from profiler.tracing.guards import Change, Guards, Left, Place, Selection, Weight, place_of
 
 if TYPE_CHECKING:
     from profiler.tracing.trials.audit import OpSeen  # which needs this module
+    from profiler.tracing.whole_step import TraceAgain  # so does this
 
 WAYS_OUT = (
     "pass what changes in the batch, or plan the model alone with checkpoint_model(model, budget=...), which leaves "
@@ -89,19 +90,19 @@ def made_once(first: Sequence[Change], second: Sequence[Change]) -> list[Change]
     return [one for one in read if one.path not in again and not one.is_a_librarys]
 
 
-def is_left(change: Change, left: LeftBehind) -> bool:
-    """Whether each call of the planned step changes this as the user's step does."""
+def is_left(change: Change, found: Sequence[Left], live: Collection[Place]) -> bool:
+    """Whether each call of the planned step changes this as the user's does; `found` is what its trace left."""
     if change.key is not None:
-        return place_of(change.holder, change.key) in left.live
-    new = [one for one in left.live.values() if one.holder is change.holder and one.key not in one.holder.before]
-    return len(new) == change.now - change.then
+        return place_of(change.holder, change.key) in live
+    new = [one for one in found if one.holder is change.holder and one.key not in one.holder.before]
+    return bool(new) and len(new) == change.now - change.then and all(one.place in live for one in new)
 
 
-def tell_lost(guards: Guards, later: Sequence[Change] = ()) -> None:
-    """Warn of what the step, now or `later`, does beside computing with tensors: a planned step does it no more."""
-    first = {one.path for one in guards.changes}
-    every = (*guards.changes, *(one for one in later if one.path not in first and one.weight is not Weight.REMADE))
-    lost = _named(one for one in every if not one.is_a_librarys and not is_left(one, guards.left))
+def tell_lost(guards: Guards, again: TraceAgain | None) -> None:
+    """Warn of what the step, now or `again`, does beside computing with tensors: a planned step does it no more."""
+    traces = [(guards.changes, guards.left)] + ([(again.changes, again.left_later)] if again else [])
+    changed = [(change, left.found) for changes, left in traces for change in changes if not change.is_a_librarys]
+    lost = _named(change for change, found in changed if not is_left(change, found, guards.left.live))
     if lost:
         more = f" (and {len(lost) - _TOLD} more)" if len(lost) > _TOLD else ""
         _warn(
