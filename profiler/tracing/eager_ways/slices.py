@@ -38,13 +38,14 @@ def slice_of(wanted: Sequence[fx.Node]) -> list[fx.Node]:
 def worked_out(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that hold another value at each call: what inputs or draws lead to, also through memory."""
     found, memory = set[fx.Node](), set[int]()
-    for node in graph.nodes:
-        sources = () if reads_shapes_only(node) else node.all_input_nodes
-        mine = _memory([node])
-        through = any(key in memory for key in (*_memory(sources), *mine))
-        if node.op == "placeholder" or is_random(node) or through or not found.isdisjoint(sources):
-            found.add(node)
-            memory.update((*mine, *_memory(written(node))))
+    with outside_the_trace():  # to ask a sparse tensor for its memory is a call
+        for node in graph.nodes:
+            sources = () if reads_shapes_only(node) else node.all_input_nodes
+            mine = _memory([node])
+            through = any(key in memory for key in (*_memory(sources), *mine))
+            if node.op == "placeholder" or is_random(node) or through or not found.isdisjoint(sources):
+                found.add(node)
+                memory.update((*mine, *_memory(written(node))))
     return found
 
 

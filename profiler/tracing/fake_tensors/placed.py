@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -162,13 +162,13 @@ class Placed:
     def what_is_computed(self) -> Callable[[Any], bool]:
         """What says whether a value, or one in it, was worked out of the step's inputs or drawn at random, and is
         another each time."""
-        nodes = worked_out(self.tracer.graph)
+        nodes = cache(lambda: worked_out(self.tracer.graph))  # most steps change nothing, and nobody asks
 
         def is_computed(value: Any) -> bool:
             if not isinstance(value, Tensor):
                 return any(isinstance(one, LIVE) or is_computed(one) for one in stand_ins_in([value]))
             slot = get_proxy_slot(local(value), self.tracer, None)
-            return slot is not None and slot.proxy.node in nodes
+            return slot is not None and slot.proxy.node in nodes()
 
         return is_computed
 
