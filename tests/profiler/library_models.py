@@ -104,6 +104,21 @@ def policy() -> tuple[Any, ...]:
     return step, model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(5, 6)
 
 
+def clipped() -> tuple[Any, ...]:
+    """Clipping that looks whether the norm is finite."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+        optimizer.step()
+        return loss, norm
+
+    return step, model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(5, 6)
+
+
 def averaged(**options: Any) -> Make:
     """A maker of a model whose average is updated in the step and returned by it."""
 

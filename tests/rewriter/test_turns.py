@@ -108,10 +108,17 @@ def test_a_value_that_differs_at_every_step_is_refused_by_its_line_after_a_few()
     "make",
     [
         library_models.language_model("Llama", mask=True, checkpointing=True),
+        *(
+            library_models.language_model(family, mask=True, checkpointing=True, num_hidden_layers=1)
+            for family in ("Qwen3", "Mistral", "Gemma")
+        ),
         library_models.whisper,
+        library_models.transformer_encoder,
+        library_models.policy,
         library_models.averaged(),
+        library_models.clipped,
     ],
-    ids=["Llama with checkpointing", "Whisper", "SWA"],
+    ids=["Llama", "Qwen3", "Mistral", "Gemma", "Whisper", "TransformerEncoder", "Categorical", "SWA", "clipped"],
 )
 def test_a_library_model_is_planned_and_proven(make):
     with warnings.catch_warnings():
