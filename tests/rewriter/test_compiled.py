@@ -106,9 +106,9 @@ def assert_equal_steps(eager, call, model, counts):
         assert all(map(same_bits, expected, actual)), f"step {i}"
 
 
-def measured(call, model, batch):
+def measured(call, model, batch, *, seed=0):
     model.zero_grad()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     peak = peak_above_start(CpuMeter(), lambda: call(batch).pow(2).mean().backward())
     model.zero_grad()
     return peak
@@ -468,6 +468,43 @@ def test_sizes_on_which_data_decide_are_predicted_in_proportion_to_the_batch():
     assert_equal_steps(eager, planned, planned, [256, 256, 1024])
     predicted = planned.planned.timeline().above_start_bytes
     assert abs(measured(planned, planned, rows(1024)) - predicted) <= 0.05 * predicted
+
+
+class Halting(nn.Module):
+    """Numbers drawn decide how often a part runs, and whether another does after it: one way may begin another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.last = Block(), Block(), Half()
+
+    def forward(self, x):
+        x = self.again(self.first(x))
+        if torch.rand(()).item() < 0.5:
+            x = self.again(x)
+        return self.last(x) if torch.rand(()).item() < 0.5 else x
+
+
+def assert_equal_draws(eager, planned, seeds):
+    for seed in seeds:
+        assert all(map(same_bits, *(stepped(model, model, rows(512), seed=seed) for model in (eager, planned))))
+
+
+def test_a_plan_holds_for_each_way_that_data_lead_a_step_and_a_new_one_is_told_before_it_goes_on():
+    eager, planned = pair_of(Halting)
+    checkpoint_model(planned, budget="60%", strategy="mutwo", dynamic=True)
+    with pytest.warns(UserWarning, match="goes another way through the model than any that was planned .* unplanned"):
+        assert_equal_draws(eager, planned, (0, 0, 1, 1, 2, 2, 7, 7))
+    session = planned.planned.taken.session
+    found = {}
+    for seed in (0, 1, 2, 7):
+        peak, unplanned = (measured(model, model, rows(512), seed=seed) for model in (planned, eager))
+        predicted = planned.planned.timeline().above_start_bytes
+        assert abs(peak - predicted) <= 0.02 * predicted
+        found[session.used_last.route.key.graphs] = peak, unplanned
+    assert found.keys() == {key.graphs for key in session.routes}
+    assert len(found) == 4
+    most = max(unplanned for _, unplanned in found.values())
+    assert all(peak <= 0.6 * most for peak, _ in found.values())
 
 
 class Kept(Broken):

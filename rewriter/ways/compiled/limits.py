@@ -40,9 +40,15 @@ def elsewhere_bytes(settings: ModelSettings, device: torch.device, own: Sequence
     return others_bytes(device, without=own) + to_come
 
 
-def room_for(graph: Graph, settings: ModelSettings, device: torch.device, *, elsewhere: int) -> Room:
-    """The budget as bytes for `graph`, beside `elsewhere` bytes of other tensors."""
-    limit = budget_bytes(graph, settings.budget, device, in_place=settings.in_place) - elsewhere
+def room_for(
+    graph: Graph, settings: ModelSettings, device: torch.device, *, elsewhere: int, added_bytes: int | None = None
+) -> Room:
+    """The budget as bytes for `graph`, beside `elsewhere` bytes of other tensors.
+
+    A share is one of `added_bytes`, or of what the graph adds by itself.
+    """
+    peak = None if added_bytes is None else graph.start_bytes + added_bytes
+    limit = budget_bytes(graph, settings.budget, device, in_place=settings.in_place, peak_bytes=peak) - elsewhere
     margin = margin_of_a_plan_bytes(graph, limit, in_place=settings.in_place)
     return Room(limit_bytes=limit, margin_bytes=margin, elsewhere_bytes=elsewhere)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.ir import Graph
+from planner.schedule import Schedule
+from planner.unrolling import unrolled
+from profiler.tracing.joint import OUTSIDE_NAME
 from rewriter.ways.compiled.own_joint import Ends
 
 
@@ -43,3 +46,17 @@ class Part:
     held: frozenset[int]  # outputs that the caller holds until the backward
     gap_bytes: int = 0  # what the caller allocates at most between this call and the next
     kept_bytes: int = 0  # and what of it is still there in the backward
+
+
+def as_begun(part: Part, schedule: Schedule) -> Part:
+    """The part as a step under way runs it by `schedule`, its share of a plan: nothing of it is left to decide."""
+    (turn,) = [op.id for op in part.graph.ops if op.target == OUTSIDE_NAME]
+    found, ends = unrolled(part.graph, schedule, at=turn), part.ends
+    moved = replace(
+        ends,
+        inputs=tuple(None if v is None else found.before[v] for v in ends.inputs),
+        outputs=tuple(found.before[v] for v in ends.outputs),
+        tangents=tuple(None if v is None else found.after[v] for v in ends.tangents),
+        gradients=tuple(found.after[v] for v in ends.gradients),
+    )
+    return replace(part, graph=found.graph, ends=moved)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from planner.schedule import Schedule
 from planner.simulator import simulate, unplanned
 from planner.solve import Solution
 from profiler.ops import memory_of
@@ -23,7 +24,7 @@ from rewriter.ways.compiled.dynamo_graph import DynamoGraph
 from rewriter.ways.compiled.limits import Room, beside_bytes, elsewhere_bytes, room_for, solved
 from rewriter.ways.compiled.nesting import Nested, nest
 from rewriter.ways.compiled.own_joint import OwnJoint
-from rewriter.ways.compiled.parts import FromCall, FromCaller, Part, Source
+from rewriter.ways.compiled.parts import FromCall, FromCaller, Part, Source, as_begun
 from rewriter.ways.compiled.routes import Route
 from rewriter.ways.compiled.shares import share
 from rewriter.ways.others import Others
@@ -40,6 +41,7 @@ class Piece:
 
     own: OwnJoint
     halves: Halves
+    schedule: Schedule  # its share of the plan's
 
     def run(
         self, args: Sequence[Any], on_backward: Callable[[dict[int, Layout]], None], *, held_bytes: int
@@ -65,12 +67,17 @@ class Piece:
         return self.own.filled(tensors, args), tensors, kept | passage.saved_memory
 
 
-@dataclass(frozen=True, kw_only=True)
+# What a step has run of a plan by the time when it turns off that plan's route.
+Begun = tuple[Piece | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RoutePlan:
     """One plan of a route; it serves every size at which its schedule fits."""
 
     solution: Solution
     pieces: tuple[Piece | None, ...]  # per call; None for one that has no backward
+    begun: Begun = ()  # of these, the first: those of another route's plan, which this one goes on from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +98,48 @@ class PlannedRoute:
         self.settings = settings
         self.plans: list[RoutePlan] = []
         self._chosen: dict[tuple[Any, ...], Chosen] = {}
+        self._added_bytes: dict[tuple[Any, ...], int] = {}
         self.last: Chosen | None = None
         self._others = Others()
         self._open_bytes = 0  # what other forwards held at most when this one began
 
-    def plan_for(self, first: Mapping[str, int], own: Sequence[Tensor]) -> RoutePlan:
-        """The cheapest plan that fits at these sizes; a new one where none does. OverBudget where none can."""
+    def plan_for(
+        self,
+        first: Mapping[str, int],
+        own: Sequence[Tensor],
+        *,
+        begun: Begun = (),
+        alike: Sequence[PlannedRoute] = (),
+    ) -> RoutePlan:
+        """The cheapest plan that fits at these sizes; a new one where none does. OverBudget where none can.
+
+        It goes on from what has `begun`. A share of a budget is one of whichever route adds most, of this one and those
+        `alike`: data decide which of them a step takes.
+        """
         if (held := open_bytes()) > self._open_bytes and not is_share(self.settings.budget):
             self._open_bytes = held
             self.forget()
         own = [*own, *self.route.inputs()]
-        key = tuple(sorted(first.items()))
+        shared = max(other.added_bytes(first) for other in (self, *alike))
+        key = self._key(first, begun)
         if key in self._chosen and self._others_have_grown(self._chosen[key].most_elsewhere_bytes, own):
             self.forget()
         if key not in self._chosen:
-            self._chosen[key] = self._choose(self.route.numbers_like(first), own)
+            self._chosen[key] = self._choose(self.route.numbers_like(first), own, begun, shared)
         self.last = self._chosen[key]
         return self.last.plan
+
+    def known_plan(self, first: Mapping[str, int], begun: Begun) -> RoutePlan | None:
+        """What was planned for a step that has begun so: nothing is judged anew in the middle of one."""
+        found = self._chosen.get(self._key(first, begun))
+        if found is None:
+            return None
+        self.last = found
+        return found.plan
+
+    @staticmethod
+    def _key(first: Mapping[str, int], begun: Begun) -> tuple[Any, ...]:
+        return *sorted(first.items()), begun
 
     def _others_have_grown(self, most_bytes: int, own: Sequence[Tensor]) -> bool:
         """Whether tensors outside of the model leave less of a budget in bytes than a plan takes."""
@@ -119,19 +151,31 @@ class PlannedRoute:
         """What was chosen is judged anew, in what room there is then."""
         self._chosen.clear()
 
-    def _choose(self, numbers: Sequence[Mapping[str, int]], own: Sequence[Tensor]) -> Chosen:
+    def added_bytes(self, first: Mapping[str, int]) -> int:
+        """What the route adds at its peak as it is, at these sizes."""
+        key = tuple(sorted(first.items()))
+        if key not in self._added_bytes:
+            stop_watching()  # ops are measured here
+            graph = self.nested(self.route.numbers_like(first)).graph
+            self._added_bytes[key] = unplanned(graph, in_place=self.settings.in_place).above_start_bytes
+        return self._added_bytes[key]
+
+    def _choose(
+        self, numbers: Sequence[Mapping[str, int]], own: Sequence[Tensor], begun: Begun, shared_bytes: int
+    ) -> Chosen:
         stop_watching()  # ops are measured here
-        nested = self.nested(numbers)
+        nested = self.nested(numbers, begun)
         device = self.graphs[0].device
         elsewhere = elsewhere_bytes(self.settings, device, own)
-        room = room_for(nested.graph, self.settings, device, elsewhere=elsewhere)
-        fitting = [(plan, found) for plan in self.plans if (found := self._judged(plan, nested, room)) is not None]
+        room = room_for(nested.graph, self.settings, device, elsewhere=elsewhere, added_bytes=shared_bytes)
+        plans = [plan for plan in self.plans if plan.begun == begun]
+        fitting = [(plan, found) for plan in plans if (found := self._judged(plan, nested, room)) is not None]
         best = min(fitting, key=lambda pair: _recompute_us(pair[1]), default=None)
         needless = unplanned(nested.graph, in_place=self.settings.in_place).peak_bytes <= room.usable_bytes
         if best is not None and not (needless and _recompute_us(best[1])):
             return self._chosen_in(room, *best)
         solution = solved(nested.graph, self.settings, room, self.route.company)
-        plan = RoutePlan(solution=solution, pieces=self._pieces(nested, solution))
+        plan = RoutePlan(solution=solution, pieces=self._pieces(nested, solution, begun), begun=begun)
         self.plans.insert(0, plan)
         del self.plans[self.settings.most_shapes or LEAST_FORMS :]
         log.info("%s", solution)
@@ -159,24 +203,32 @@ class PlannedRoute:
         stop = self.route.stops[call]
         return graph.joint(stop.used, stop.layouts)
 
-    def nested(self, numbers: Sequence[Mapping[str, int]]) -> Nested:
-        """All calls that have a backward as one graph, at these sizes."""
+    def goes_on_from(self, begun: Begun) -> bool:
+        """Whether what another route has begun hands over, and expects back, what this one does."""
+        return all(
+            (piece is not None) == (call in self.route.backward)
+            and (piece is None or piece.own is self.own_joint(call))
+            for call, piece in enumerate(begun)
+        )
+
+    def nested(self, numbers: Sequence[Mapping[str, int]], begun: Begun = ()) -> Nested:
+        """All calls that have a backward as one graph, at these sizes; those that have begun as they are."""
         calls = [i for i in range(len(self.graphs)) if i in self.route.backward]
         position = {call: i for i, call in enumerate(calls)}
         growth = self._growth(calls, numbers)
         parts = []
         for call in calls:
             stop, own = self.route.stops[call], self.own_joint(call)
-            parts.append(
-                Part(
-                    graph=own.measured.at(numbers[call]),
-                    ends=own.ends,
-                    sources=tuple(_renumbered(source, position) for source in stop.sources),
-                    held=stop.held,
-                    gap_bytes=round(growth * stop.gap_bytes),
-                    kept_bytes=round(growth * stop.kept_bytes),
-                )
+            part = Part(
+                graph=own.measured.at(numbers[call]),
+                ends=own.ends,
+                sources=tuple(_renumbered(source, position) for source in stop.sources),
+                held=stop.held,
+                gap_bytes=round(growth * stop.gap_bytes),
+                kept_bytes=round(growth * stop.kept_bytes),
             )
+            piece = begun[call] if call < len(begun) else None
+            parts.append(part if piece is None else as_begun(part, piece.schedule))
         return nest(
             parts,
             backward=[position[call] for call in self.route.backward],
@@ -196,16 +248,19 @@ class PlannedRoute:
         then = sum(nbytes(call, self.route.stops[call].numbers) for call in calls)
         return sum(nbytes(call, numbers[call]) for call in calls) / then if then else 1.0
 
-    def _pieces(self, nested: Nested, solution: Solution) -> tuple[Piece | None, ...]:
+    def _pieces(self, nested: Nested, solution: Solution, begun: Begun) -> tuple[Piece | None, ...]:
         assert solution.schedule is not None
-        pieces: list[Piece | None] = [None] * len(self.graphs)
+        pieces: list[Piece | None] = [*begun, *(None for _ in self.graphs[len(begun) :])]
         calls = [i for i in range(len(self.graphs)) if i in self.route.backward]
         for part, call in enumerate(calls):
+            if call < len(begun):
+                continue
             own = self.own_joint(call)
-            module = apply(own.joint, share(nested, solution.schedule, part))
+            schedule = share(nested, solution.schedule, part)
+            module = apply(own.joint, schedule)
             first = len(own.ends.outputs)
             halves = cut(module, gradients=range(first, first + len(own.ends.gradients)))
-            pieces[call] = Piece(own=own, halves=halves)
+            pieces[call] = Piece(own=own, halves=halves, schedule=schedule)
         return tuple(pieces)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from rewriter.proof import Observation, Verification, VerificationError, compare
 from rewriter.telling import warn_caller
 from rewriter.ways.common import Refused
 from rewriter.ways.compiled.comparison import ROUNDING, relative_difference
+from rewriter.ways.compiled.routes import RouteKey
 from rewriter.ways.rehearsal import BackwardError, Facts
 from rewriter.ways.trials import trial
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 PEAK_ERROR = 0.02
 # Runs before a proof, at most.
 PRACTICE = 3
+# So often a proof is tried for a route: data decide which one a step takes, and may lead each try by another.
+MOST_TRIES = 4
 
 
 OTHER_USE = (
@@ -50,18 +54,32 @@ class RouteProofs:
         self._session = session
         self._planned = planned
         self._as_dynamo_made_it = as_dynamo_made_it
-        self._proven: set[Any] = set()  # routes
+        self._proven: set[RouteKey] = set()
+        self._tries = Counter[RouteKey]()
         self.verification: Verification | None = None
-        self.said = ""
+        self._said = ""
 
     @property
-    def missing(self) -> set[Any]:
-        """The routes of which nothing is proven."""
+    def said(self) -> str:
+        """What is known of the planned model's bits."""
+        if not self._said or not self._unproven:
+            return self._said
+        ways = len(self._session.routes)
+        return f"{self._said}; {len(self._unproven)} of {ways} ways that data decide on not, no proof was led there yet"
+
+    @property
+    def missing(self) -> set[RouteKey]:
+        """The routes of which nothing is proven, and may yet be."""
+        taken = self._session.times_taken  # one that does not come again needs no further try
+        return {key for key in self._unproven if self._tries[key] < min(taken[key], MOST_TRIES)}
+
+    @property
+    def _unproven(self) -> set[RouteKey]:
         return set(self._session.routes) - self._proven
 
     def prove(self, model: nn.Module, facts: Facts, batch: Any) -> None:
         """Forward and backward as they were and planned, from the same state; everything is put back."""
-        self._proven |= self.missing
+        self._tries.update(self.missing)
         batch = detached(batch)
         touched = Touched(model=model, optimizer=None, step=model)
 
@@ -73,11 +91,12 @@ class RouteProofs:
         planned = seen(self._planned)
         if not self._session.is_planned:
             raise Refused("Dynamo gave another graph at each of its calls, so that none came again to be planned")
+        self._proven |= {key for key in (self._session.way_taken,) if key is not None}
         predicted = self._session.solution.timeline
         assert predicted is not None
         found = compare(eager, planned, predicted_peak_bytes=predicted.above_start_bytes)
         self.verification = found
-        self.said = f"proven equal to the bit, steps: {found.steps}"
+        self._said = f"proven equal to the bit, steps: {found.steps}"
         if not found.exact:
             with self._session.unplanned():
                 alone = seen(self._as_dynamo_made_it)
@@ -92,15 +111,14 @@ class RouteProofs:
         """
         uses = self._session.uses()
         for _ in range(PRACTICE):
-            planned_before = self._session.planned_calls
+            known, planned_before = set(self._session.routes), self._session.planned_calls
             with touched.kept(), _told_of_other_use():
                 once()
             self._session.settle()
             self._refuse_other_use(uses)
             is_planned = self._session.planned_calls > planned_before
-            if is_planned and not self.missing:
+            if is_planned and known == set(self._session.routes):
                 return
-            self._proven |= self.missing
         raise Refused(
             "Dynamo gave another graph at every try of the proof, or none: something that the model reads changes from "
             "step to step (TORCH_LOGS=recompiles shows it)"
@@ -131,5 +149,5 @@ class RouteProofs:
         )
         if share > ROUNDING:
             raise VerificationError(f"{said}. Nothing was changed; prove=False goes on regardless")
-        self.said = f"not equal to the bit: {found.first_mismatch} by {found.largest_difference:g}"
+        self._said = f"not equal to the bit: {found.first_mismatch} by {found.largest_difference:g}"
         warn_caller(said)

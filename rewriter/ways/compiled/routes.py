@@ -25,6 +25,15 @@ class RouteKey:
     graphs: tuple[int, ...]
     accumulating: bool  # something had a `.grad` when it began
 
+    def begins(self, other: RouteKey) -> bool:
+        """Whether the other route goes this way first."""
+        return self.accumulating == other.accumulating and other.graphs[: len(self.graphs)] == self.graphs
+
+    def shared(self, other: RouteKey) -> int:
+        """How many calls both have in common before they part."""
+        pairs = enumerate(zip(self.graphs, other.graphs, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(self.graphs), len(other.graphs)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
@@ -76,6 +85,7 @@ class Called:
     graph: int
     sources: tuple[Source | None, ...]
     numbers: Mapping[str, int]
+    is_planned: bool = False
     outputs: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     memory: dict[int, int] = field(default_factory=dict)  # of the outputs
     used: set[int] = field(default_factory=set)
@@ -93,12 +103,18 @@ class Journey:
         self.keeps_graph = False  # a backward leaves what was saved for another
         self.is_blind = False  # it could not be watched this time
         self._watch: Watch | None = None
+        self._unwatched = 0  # calls before the watch began
         self._spans: list[Span] | None = None
         self.is_cut = False  # whether the watch ended where no other may begin at once
         self._saved: set[int] = set()  # memory that plans keep, and free, by themselves
         self._returned: dict[int, list[weakref.ref[Tensor]]] = {}  # memory -> what the caller got of it
         self._given: dict[int, weakref.ref[Tensor]] = {}  # what the caller gave to a graph
         self._owners: dict[int, tuple[FromCall, weakref.ref[Tensor]]] = {}  # memory -> the output that made it
+
+    @property
+    def key(self) -> RouteKey:
+        """The route so far."""
+        return RouteKey(tuple(called.graph for called in self.calls), self.accumulating)
 
     @property
     def is_over(self) -> bool:
@@ -169,6 +185,7 @@ class Journey:
 
     def begin(self, meter: Meter) -> None:
         """Watch memory from now on, where that is safe."""
+        self._unwatched = len(self.calls)
         self.is_blind = not begin_watching(self)
         if not self.is_blind:
             self._watch = meter.watch()
@@ -180,20 +197,17 @@ class Journey:
             self._spans = watch.spans()
             self.is_cut = watch.is_cut
 
-    def route(self, known: Route | None) -> Route | None:
-        """What was seen; None where nothing went backward. `known` tells of memory where nobody watched now."""
+    def route(self, known: Route | None, others: Sequence[Route]) -> Route | None:
+        """What was seen; None where nothing went backward.
+
+        Where nobody watched memory, the route itself tells of it, if it is `known`, or the most alike of the others.
+        """
         self.stop()
-        spans = self._spans or []
         if not self.backward:
             return None
-        key = RouteKey(tuple(called.graph for called in self.calls), self.accumulating)
-        gaps = [spans[i] for i in range(1, len(spans), 2)]  # between two calls, the last up to the backward
-        watched = len(gaps) >= len(self.calls)
-        sizes = [(g.peak_bytes - g.before_bytes, max(0, g.after_bytes - g.before_bytes)) for g in gaps]
-        alike = known is not None and len(known.stops) == len(self.calls)
-        if not watched and known is not None and alike:
-            sizes = [(stop.gap_bytes, stop.kept_bytes) for stop in known.stops]
-        sizes += [(0, 0)] * (len(self.calls) - len(sizes))
+        key = self.key
+        like = known or max(others, key=lambda other: _likeness(other.key, key), default=None)
+        sizes = self._sizes(like)
         stops = tuple(
             Stop(
                 graph=called.graph,
@@ -201,7 +215,7 @@ class Journey:
                 numbers=called.numbers,
                 used=frozenset(called.used),
                 held=called.held,
-                layouts=called.layouts or (known.stops[i].layouts if known is not None and alike else {}),
+                layouts=like.stops[i].layouts if called.is_planned and like is not None else called.layouts,
                 gap_bytes=sizes[i][0],
                 kept_bytes=sizes[i][1],
             )
@@ -211,7 +225,25 @@ class Journey:
             key=key,
             stops=stops,
             backward=tuple(self.backward),
-            outside_bytes=sizes[len(self.calls) - 1][0],
+            outside_bytes=sizes[-1][0],
             company=Company(keeps_graph=self.keeps_graph),
             given=tuple(self._given.values()),
         )
+
+    def _sizes(self, like: Route | None) -> list[tuple[int, int]]:
+        """Per call, what the caller allocated after it, up to the next or to the backward, and what of it stayed."""
+        spans = (self._spans or [])[1 if self._unwatched else 0 :]  # what goes before the first call watched is no gap
+        gaps = spans[1::2]
+        seen = [(g.peak_bytes - g.before_bytes, max(0, g.after_bytes - g.before_bytes)) for g in gaps]
+        wanted = len(self.calls) - self._unwatched
+        watched = seen[:wanted] if like is None or len(seen) >= wanted else []
+        sizes = [(0, 0)] * len(self.calls)
+        if like is not None:
+            stops = [(stop.gap_bytes, stop.kept_bytes) for stop in like.stops[: len(sizes) - 1]]
+            sizes[: len(stops)] = stops
+            sizes[-1] = (like.outside_bytes, like.stops[-1].kept_bytes)
+        return sizes[: self._unwatched] + watched + sizes[self._unwatched + len(watched) :]
+
+
+def _likeness(known: RouteKey, key: RouteKey) -> tuple[Any, ...]:
+    return known.shared(key), len(known.graphs) == len(key.graphs), known.accumulating == key.accumulating

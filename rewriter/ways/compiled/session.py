@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,13 +24,15 @@ from rewriter.ways.compiled import seams
 from rewriter.ways.compiled.dynamo_graph import DynamoGraph
 from rewriter.ways.compiled.graph_proof import prove_graph
 from rewriter.ways.compiled.noted import noted
-from rewriter.ways.compiled.planned_route import Piece, PlannedRoute, RoutePlan
+from rewriter.ways.compiled.planned_route import Begun, Piece, PlannedRoute, RoutePlan
 from rewriter.ways.compiled.routes import Called, Journey, Route, RouteKey, Stop
 
 log = logging.getLogger("recompute_planner")
 
 # A part of the model that Dynamo compiles so often changes at every step.
 MANY_COMPILATIONS = 5
+# So many ways through its graphs are planned for one beginning: each has a plan of its own.
+MOST_WAYS = 16
 
 
 class EagerSession:
@@ -42,11 +45,15 @@ class EagerSession:
         self._proven: weakref.WeakSet[Piece] = weakref.WeakSet()
         self.graphs: list[DynamoGraph] = []
         self.routes: dict[RouteKey, PlannedRoute] = {}
+        self.times_taken = Counter[RouteKey]()
         self.used_last: PlannedRoute | None = None
         self.calls = 0  # of graphs, in training
         self.planned_calls = 0
         self._journey: Journey | None = None
         self._plan: tuple[PlannedRoute, RoutePlan] | None = None
+        self._first: Mapping[str, int] = {}  # the symbols of the graph that the step began with
+        self._begun: Begun = ()  # what the step has run of plans
+        self._foreseen: set[tuple[Any, ...]] = set()  # plans from which all other known ways were planned to turn off
         self._as_it_is = False
         self.refusal = ""  # why nothing can be planned
         self._warned: set[str] = set()
@@ -106,20 +113,34 @@ class EagerSession:
         journey = self._journey
         assert journey is not None
         called = Called(graph=graph.index, sources=journey.sources(args), numbers=graph.numbers(args))
-        piece = self._piece(len(journey.calls), graph, args)
+        piece = self._piece(len(journey.calls), graph)
+        self._begun = (*self._begun, piece)
         if piece is None:
             return self._as_dynamo(graph, args, called, journey)
         if self._proves_graphs and piece not in self._proven:
             self._prove(graph, piece, args)
         self.planned_calls += 1
+        called.is_planned = True
         call = len(journey.calls)
         # All that a route holds stands with its first call.
         held = 0 if call else self._held_bytes()
         result, tensors, saved = piece.run(
-            args, lambda used: journey.note_gradient(call, dict.fromkeys(used)), held_bytes=held
+            args, lambda used: self._note_gradient(journey, call, dict.fromkeys(used)), held_bytes=held
         )
         journey.note_call(called, tensors, saved=saved)
         return result
+
+    def _note_gradient(self, journey: Journey, call: int, used: Mapping[int, None]) -> None:
+        if not journey.backward and self._plan is not None and len(journey.calls) < len(self._plan[0].graphs):
+            self._ended_early(journey)
+        journey.note_gradient(call, used)
+
+    def _ended_early(self, journey: Journey) -> None:
+        """The step took a way that is the beginning of the one that it was planned by."""
+        if (route := self.routes.get(journey.key)) is not None and route.known_plan(
+            self._first, self._begun
+        ) is not None:
+            self.used_last = route
 
     def note_returned(self, tensors: Sequence[Tensor]) -> None:
         """What the model has returned, and nobody but the caller holds: known where the model is."""
@@ -147,70 +168,115 @@ class EagerSession:
         journey, self._journey = self._journey, None
         if journey is None:
             return
-        graphs = tuple(called.graph for called in journey.calls)
-        key = RouteKey(graphs, journey.accumulating)
+        key = journey.key
         known = self.routes.get(key)
-        alike = [r.route for r in self.routes.values() if len(r.route.stops) == len(graphs)]
-        if journey.is_blind and known is None and not alike:
+        alike = [r.route for r in self.routes.values()]
+        if journey.is_blind and known is None and not any(len(r.stops) == len(key.graphs) for r in alike):
             return  # nothing tells what eager code allocates on this route: it is watched when it is taken again
-        route = journey.route(known.route if known is not None else alike[-1] if alike else None)
-        if route is not None and (known is None or _is_another(route, known.route)):
-            self.routes[key] = PlannedRoute(route, self.graphs, self.settings)
+        route = journey.route(known.route if known is not None else None, alike)
+        if route is not None:
+            self.times_taken[key] += 1
+        if route is None or (known is not None and not _is_another(route, known.route)):
+            return
+        self.routes[key] = PlannedRoute(route, self.graphs, self.settings)
+        self._check_number_of_ways(key)
+        for other in self._ways(key.graphs[:1], accumulating=key.accumulating):
+            other.forget()
+        self._foreseen.clear()
+
+    def _check_number_of_ways(self, key: RouteKey) -> None:
+        ways = self._ways(key.graphs[:1], accumulating=key.accumulating)
+        if len(ways) > MOST_WAYS:
+            self._refuse(
+                f"data decide which of its graphs a step goes through, and {len(ways)} ways were seen: each is planned "
+                "by itself"
+            )
+
+    def _ways(self, graphs: tuple[int, ...], *, accumulating: bool) -> list[PlannedRoute]:
+        """The known routes that begin with these graphs."""
+        fitting = RouteKey(graphs, accumulating)
+        return [route for key, route in self.routes.items() if fitting.begins(key)]
 
     def _begin(self, graph: DynamoGraph, args: Sequence[Any]) -> None:
         self.settle()
         accumulating = any(isinstance(a, Tensor) and a.is_leaf and a.grad is not None for a in args)
-        route = self._route_from(graph, accumulating)
-        self._plan = None if route is None else self._planned(route, graph, args)
+        self._first, self._begun = graph.numbers(args), ()
+        ways = self._ways((graph.index,), accumulating=accumulating)
+        self._plan = self._planned(ways, args) if ways else None
         self._journey = Journey(accumulating=accumulating)
-        if route is None:
+        if not ways:
             self._journey.begin(meter_for(graph.device))
 
-    def _planned(
-        self, route: PlannedRoute, graph: DynamoGraph, args: Sequence[Any]
-    ) -> tuple[PlannedRoute, RoutePlan] | None:
+    def _planned(self, ways: list[PlannedRoute], args: Sequence[Any]) -> tuple[PlannedRoute, RoutePlan] | None:
+        """The plan that a step begins with, which may take any of these ways: of the one that adds most."""
         own = [a for a in args if isinstance(a, Tensor)]
         try:
-            plan = route.plan_for(graph.numbers(args), own)
+            route, plan = self._heaviest(ways, ways, own, begun=())
+            seen = (*sorted(self._first.items()), plan)
+            if seen not in self._foreseen:
+                self._foresee(ways, ways, own, route, plan)
+                self._foreseen.add(seen)
         except CaptureError as error:
             self._refuse(str(error))
             return None
         self.used_last = route
         return route, plan
 
-    def _route_from(self, graph: DynamoGraph, accumulating: bool) -> PlannedRoute | None:
-        """The route taken last of those that begin so."""
-        fitting = [
-            route
-            for key, route in reversed(self.routes.items())
-            if key.graphs[0] == graph.index and key.accumulating == accumulating
-        ]
-        if self.used_last in fitting:
-            return self.used_last
-        return fitting[0] if fitting else None
+    def _heaviest(
+        self, ways: Sequence[PlannedRoute], alike: Sequence[PlannedRoute], own: Sequence[Tensor], begun: Begun
+    ) -> tuple[PlannedRoute, RoutePlan]:
+        route = max(ways, key=lambda way: way.added_bytes(self._first))
+        return route, route.plan_for(self._first, own, begun=begun, alike=alike)
 
-    def _piece(self, call: int, graph: DynamoGraph, args: Sequence[Any]) -> Piece | None:
+    def _foresee(
+        self,
+        ways: Sequence[PlannedRoute],
+        alike: Sequence[PlannedRoute],
+        own: Sequence[Tensor],
+        route: PlannedRoute,
+        plan: RoutePlan,
+    ) -> None:
+        """Plans for where a step may turn off: OverBudget before anything runs if one of the ways does not fit then."""
+        turning: dict[tuple[int, ...], list[PlannedRoute]] = {}
+        for way in ways:
+            if way is not route:
+                turning.setdefault(_turn(way.route.key.graphs, route.route.key.graphs), []).append(way)
+        for (call, *_), others in turning.items():
+            begun = plan.pieces[:call]
+            if not all(way.goes_on_from(begun) for way in others):
+                raise CaptureError(
+                    "data decide which outputs of a graph of Dynamo's get gradients, and the plan of one is for the "
+                    "same at every step"
+                )
+            self._foresee(others, alike, own, *self._heaviest(others, alike, own, begun))
+
+    def _piece(self, call: int, graph: DynamoGraph) -> Piece | None:
         if self._plan is None:
             return None
         route, plan = self._plan
         graphs = route.route.key.graphs
         if call < len(graphs) and graphs[call] == graph.index:
             return plan.pieces[call]
-        return self._turned_off(call, graph, args)
+        return self._turned_off(call, graph)
 
-    def _turned_off(self, call: int, graph: DynamoGraph, args: Sequence[Any]) -> Piece | None:
-        """The step goes another way than was thought: on a known route if there is one, else as Dynamo made it."""
-        assert self._journey is not None
-        before = (*(called.graph for called in self._journey.calls), graph.index)
-        accumulating = self._journey.accumulating
-        for key, route in self.routes.items():
-            if key.graphs[: len(before)] == before and key.accumulating == accumulating and route.plans:
-                self._plan, self.used_last = (route, route.plans[0]), route
-                return route.plans[0].pieces[call]
-        log.info(
-            "the step goes through graph %d, which was not foreseen: it is planned from the next one on", graph.index
+    def _turned_off(self, call: int, graph: DynamoGraph) -> Piece | None:
+        """The step goes another way than its plan: on one that was foreseen, else as Dynamo made it."""
+        journey = self._journey
+        assert journey is not None
+        before = (*journey.key.graphs, graph.index)
+        ways = self._ways(before, accumulating=journey.accumulating)
+        for route in sorted(ways, key=lambda way: way.added_bytes(self._first), reverse=True):
+            plan = route.known_plan(self._first, self._begun)
+            if plan is not None:
+                self._plan, self.used_last = (route, plan), route
+                return plan.pieces[call]
+        self._warn(
+            f"this step goes another way through the model than any that was planned (graphs {_listed(before)} of "
+            f"Dynamo's), because data decide which: from there on it runs unplanned, and its peak may exceed the "
+            f"budget of {self.settings.budget}. From the next step on this way is known"
         )
         self._plan = self.used_last = None
+        journey.begin(meter_for(graph.device))
         return None
 
     def _as_dynamo(self, graph: DynamoGraph, args: Sequence[Any], called: Called, journey: Journey) -> Any:
@@ -234,6 +300,11 @@ class EagerSession:
     # -- what it tells --------------------------------------------------------------------------------------
 
     @property
+    def way_taken(self) -> RouteKey | None:
+        """The route of the last step."""
+        return None if self._journey is None else self._journey.key
+
+    @property
     def is_planned(self) -> bool:
         """Whether a step went through a planned graph."""
         return self.used_last is not None and self.used_last.last is not None
@@ -248,6 +319,17 @@ class EagerSession:
     def uses(self) -> dict[RouteKey, tuple[frozenset[int], ...]]:
         """Which outputs of its graphs get gradients, by route."""
         return {key: tuple(stop.used for stop in planned.route.stops) for key, planned in self.routes.items()}
+
+
+def _turn(graphs: tuple[int, ...], main: tuple[int, ...]) -> tuple[int, ...]:
+    """The call at which one way turns off another, and the graph that it goes to; none where it ends there."""
+    same = (i for i, pair in enumerate(zip(graphs, main, strict=False)) if pair[0] != pair[1])
+    call = next(same, min(len(graphs), len(main)))
+    return call, *graphs[call : call + 1]
+
+
+def _listed(graphs: Sequence[int]) -> str:
+    return ", ".join(map(str, graphs))
 
 
 def _is_another(seen: Route, known: Route) -> bool:
