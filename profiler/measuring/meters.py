@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -131,7 +134,9 @@ class CpuMeter:
         if threading.current_thread() is not threading.main_thread():
             return None  # a profiler is its thread's, and one that ends takes no leave
         _close_left_open()
-        return None if torch.autograd._profiler_enabled() else CpuWatch()  # type: ignore[attr-defined]
+        if torch.autograd._profiler_enabled() or is_inside_of_a_cut():  # type: ignore[attr-defined]
+            return None
+        return CpuWatch()
 
 
 _open: list[CpuWatch] = []  # at most one
@@ -149,12 +154,46 @@ def _close_left_open() -> None:
         _left_open.pop().spans()
 
 
+class _Cut:
+    """Hangs on the frame of the outermost call of Dynamo's in which a watch was cut, and goes with it.
+
+    A frame takes no weak reference, and to hold it would hold its tensors; what it may hold itself is a tracer.
+    """
+
+    def __call__(self, *_: Any) -> _Cut:
+        return self  # a tracer that traces nothing
+
+    @classmethod
+    def here(cls) -> weakref.ref[_Cut] | None:
+        """In the outermost call on the stack, if there is one."""
+        frame: FrameType | None = sys._getframe()
+        outermost = None
+        while frame is not None:
+            if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+                outermost = frame
+            frame = frame.f_back
+        if outermost is None:
+            return None
+        cut = cls()
+        outermost.f_trace = cut
+        return weakref.ref(cut)
+
+
+_cut: weakref.ref[_Cut] | None = None  # the last one
+
+
+def is_inside_of_a_cut() -> bool:
+    """Whether a call of Dynamo's has yet to end inside of which a watch has: no other may begin until then."""
+    return _cut is not None and _cut() is not None
+
+
 class CpuWatch:
     """The allocator's events from a beginning to an end that lie in different places of the caller's code.
 
     It must not end inside of a backward: the engine would put the profiler's state back. Where it ends inside of a
     record that began under it (Dynamo puts one around each call of what it compiled), the end of that record is written
-    to memory that is freed by then, if a profiler runs at that moment: so no other watch may begin there.
+    to memory that is freed by then, if a profiler runs at that moment: so no other watch begins before that call is
+    left. A probe may: it ends where it began.
     """
 
     _MARK = "profiler.watch."
@@ -175,6 +214,7 @@ class CpuWatch:
         return _rises(self.spans())
 
     def spans(self) -> list[Span]:
+        global _cut
         if threading.current_thread() is not threading.main_thread():
             _left_open.append(self)
             return []
@@ -187,8 +227,11 @@ class CpuWatch:
         events = self._session.kineto_results.events()
         ends = [e for e in events if e.name() == self._END]
         if not ends:  # somebody else's profiler began and ended meanwhile, and took this one's record with it
+            _cut = _Cut.here()  # nothing tells whether it was
             return []
         self.is_cut = any(e.start_ns() < ends[0].start_ns() and e.end_ns() > ends[0].end_ns() for e in events)
+        if self.is_cut:
+            _cut = _Cut.here()
         marks = sorted(e.start_ns() for e in events if e.name() == self._MARK)
         bounds_ns = [self._began_ns, *marks, max(ended_ns, *marks, self._began_ns)]
         changes, spans, live, position = _changes(events), list[Span](), 0, 0

@@ -19,7 +19,7 @@ from planner.errors import PlannerError
 from planner.units import human_bytes
 from profiler.errors import CaptureError
 from profiler.measuring.memory import OutOfMemory, available_bytes
-from profiler.measuring.meters import Meter, Watch
+from profiler.measuring.meters import Meter, Watch, is_inside_of_a_cut
 from profiler.tracing.fake_tensors.patches import generator_states_of_all, restore_generators
 from profiler.tracing.fx_graphs.layouts import Layout
 from profiler.tracing.joint import Template, as_it_was, given, parameters_of, passed_on
@@ -77,7 +77,7 @@ def begin_watching(somebody: Watching) -> bool:
     """
     was_cut = stop_watching()
     _watching.append(somebody)
-    return not was_cut
+    return not was_cut and not is_inside_of_a_cut()
 
 
 def stop_watching() -> bool:

@@ -275,6 +275,34 @@ def test_a_cpu_watch_knows_whether_it_ended_inside_of_a_record_that_began_under_
     assert watch.is_cut
 
 
+def test_no_watch_begins_before_the_call_of_dynamos_is_left_in_which_one_was_cut():
+    begun, open_watches = [], []
+
+    @torch._dynamo.disable
+    def begin_again():
+        while open_watches:
+            open_watches.pop().end()
+        again = CpuMeter().watch()
+        begun.append(again is not None)
+        if again is not None:
+            again.end()
+        assert peak_above_start(CpuMeter(), lambda: torch.ones(100)) > 0, "a probe ends before the record does"
+
+    def step(x):
+        begin_again()
+        begin_again()
+        return x + 1
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        watch = CpuMeter().watch()
+        assert watch is not None, "the last call is left"
+        open_watches.append(watch)
+        compiled(torch.ones(3))
+        assert watch.is_cut
+    assert begun == [False] * 4
+
+
 def test_a_call_that_raises_leaves_the_allocator_unwatched():
     def fail():
         raise ArithmeticError("half-way")
