@@ -238,6 +238,37 @@ def with_flag():
     return model, step, lambda _: model.flag
 
 
+@pytest.mark.filterwarnings("ignore:this step is captured and planned anew")
+def test_what_each_step_sets_to_what_it_was_is_set_again_where_the_loop_has_changed_it():
+    """Its trace shows no change of these, so that nothing but the code tells that they are set."""
+
+    def run(plan):
+        torch.manual_seed(0)
+        model, state = network(), types.SimpleNamespace(seen=True, pair=(1, 2), entries={"done": True}, row=[1, 2])
+
+        def step(model, optimizer, batch):
+            loss = trained(model, optimizer, batch)
+            state.seen = model.seen = True
+            state.pair = (1, 2)
+            state.entries["done"] = True
+            state.row[0] = 1
+            return loss.detach()
+
+        model.seen = True
+        call = prepared(step, model) if plan else None
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        changes = [lambda: setattr(state, "seen", False), lambda: setattr(model, "seen", None)]
+        changes += [lambda: setattr(state, "pair", (3,)), lambda: state.entries.update(done=0)]
+        changes += [lambda: state.row.__setitem__(0, 5), lambda: None]
+        for change in changes:
+            change()
+            call(batches()[0]) if call else step(model, optimizer, batches()[0])
+            found.append((model.seen, state.seen, state.pair, dict(state.entries), list(state.row)))
+        return found
+
+    assert run(True) == run(False) == [(True, True, (1, 2), {"done": True}, [1, 2])] * 6
+
+
 def test_a_flag_that_each_step_sets_and_the_loop_takes_away_is_no_reason_to_plan_again():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

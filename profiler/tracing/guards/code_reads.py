@@ -58,6 +58,7 @@ class CodeReads:
     written: frozenset[str]  # attributes and variables that it sets
     looked_into: frozenset[str]  # names of containers that are not only added to
     contents: dict[str, Keys]  # under a name: which keys of the container there are read
+    entries_set: dict[str, frozenset[Any]]  # and which it sets
     dynamic: tuple[Target, ...]  # whose attributes are read by names that are in no code
     reads_all: bool  # the same, of what is not known
     imports: tuple[tuple[int, str], ...]  # level and name of modules imported in the function
@@ -78,6 +79,7 @@ def reads_of(code: CodeType) -> CodeReads:
         written=frozenset(name for op, name in found.stored if op in _SETS),
         looked_into=frozenset(found.looked_into),
         contents={name: _joined(uses) for name, uses in found.contents.items()},
+        entries_set={name: frozenset(keys) for name, keys in found.entries_set.items()},
         dynamic=tuple(found.dynamic),
         reads_all=found.reads_all,
         imports=tuple(found.imports),
@@ -112,6 +114,7 @@ class _Found:
     counted: set[str] = field(default_factory=set)
     looked_into: set[str] = field(default_factory=set)
     contents: defaultdict[str, list[Keys]] = field(default_factory=lambda: defaultdict(list))
+    entries_set: defaultdict[str, set[Any]] = field(default_factory=lambda: defaultdict(set))
     dynamic: list[Target] = field(default_factory=list)
     reads_all: bool = False
     imports: list[tuple[int, str]] = field(default_factory=list)
@@ -178,6 +181,9 @@ class _Found:
     def _contents_read(self, i: int, name: str) -> None:
         keys = self._keys_read(i)
         self.contents[name].append(keys)
+        following = self.steps[i + 1 : i + 3]
+        if [step.opname for step in following] == ["LOAD_CONST", "STORE_SUBSCR"]:
+            self.entries_set[name].add(following[0].argval)
         if keys:
             self.looked_into.add(name)
 

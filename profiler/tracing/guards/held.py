@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from profiler.tracing.guards.changes import Change, Weight
-from profiler.tracing.guards.exact import UNSET, Gone, exactly_equal
+from profiler.tracing.guards.exact import PLAIN, UNSET, Gone, exactly_equal
 from profiler.tracing.guards.holders import Holder, is_of_the_trace, plain_parts, stand_ins_in
 from profiler.tracing.guards.kinds import Entries, Selection
 from profiler.tracing.guards.left_behind import Left
@@ -142,6 +142,13 @@ class Held:
             if reach.readable.reads(holder, key) or (written and reach.readable.sets(key))
         }
 
+    def _watched(self, holder: Holder) -> dict[Any, Any]:
+        """What it may read, and what the user's code may set to what was there already: its trace shows no change."""
+        sets = self._reach.readable.users_code_sets
+        plain = (*PLAIN, tuple)
+        same = {key: value for key, value in holder.before.items() if isinstance(value, plain) and sets(holder, key)}
+        return self._selected(holder) | same
+
     def _changeable(self, holder: Holder) -> dict[Any, Any]:
         """Those of its values of which it counts that the step changes them: also what is written and never read."""
         return self._selected(holder, written=True) if holder.lenient else dict(holder.before)
@@ -183,7 +190,7 @@ class Held:
             return Watch(holder, {}, sized=False)
         kept = {
             key: value
-            for key, value in self._selected(holder).items()
+            for key, value in self._watched(holder).items()
             if (id(holder), key) not in self._unsettled and not isinstance(value, FakeTensor)
         }
         absent = {name for name in self._reach.readable.may_appear(holder) if (id(holder), name) not in self._unsettled}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from profiler.tracing.guards import kinds
-from profiler.tracing.guards.code_reads import EVERYTHING, CodeReads, Keys, joined
+from profiler.tracing.guards.code_reads import EVERYTHING, CodeReads, Keys, joined, reads_of
 from profiler.tracing.guards.holders import Holder
 from profiler.tracing.guards.inner_objects import functions_in, metaclasses_of
 from profiler.tracing.guards.kinds import Selection
@@ -36,6 +36,7 @@ class Readable:
         self._counted: set[str] = set()
         self._written: set[str] = set()
         self._users_own: set[str] = set()  # names in code of the user's own files, not a library's
+        self._users_entries: defaultdict[str, set[Any]] = defaultdict(set)  # keys that it sets, by the container's name
         self._looked_into: set[str] = set()
         self._contents: dict[str, Keys] = {}
         self._open: set[int] = set()  # objects whose attributes are read by names that are in no code
@@ -52,6 +53,8 @@ class Readable:
     def note_users_own(self, code: CodeType) -> None:
         """This code is of the user's own files."""
         self._users_own.update(code.co_names, (text for text in code.co_consts if isinstance(text, str)))
+        for name, keys in reads_of(code).entries_set.items():
+            self._users_entries[name] |= keys
 
     def note(self, reads: CodeReads) -> None:
         """What one code object reads of variables and containers; of attributes, only what it sets."""
@@ -135,6 +138,12 @@ class Readable:
     def sets(self, key: Any) -> bool:
         """Whether code that ran sets an attribute or variable of that name, perhaps after reading it for that."""
         return key in self._counted or key in self._written
+
+    def users_code_sets(self, holder: Holder, key: Any) -> bool:
+        """Whether code of the user's own files may set this value: by its name, or by its key in a container."""
+        if isinstance(holder.kind, (kinds.Entries, kinds.Items)):
+            return any(key in self._users_entries.get(name, ()) for name in holder.names)
+        return self.is_users_own(key) and self.sets(key)
 
     def is_users_own(self, key: Any) -> bool:
         """Whether code of the user's own files has that name in it, in whatever way."""
