@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from planner.allocator import Allocator
 from planner.errors import PlannerError
 from profiler.backend import backend_for, free_caches
 from profiler.measuring.handed_out import handed_out_bytes
-from profiler.tracing.ranks.torch_distributed import local
+from profiler.tracing.ranks.torch_distributed import bucket_bytes, local
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ def live_bytes(
     """What tensors hold on a device now, those that share memory with `without` left out.
 
     On the CPU, where no allocator tells, every tensor that Python knows of is counted, but for those whose storages are
-    `without_memory`.
+    `without_memory`; and the buckets of DistributedDataParallel, which it does not know of.
     """
     parts = [local(t) for t in without if t.layout == torch.strided]
     known: dict[int, int] = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
@@ -89,10 +90,13 @@ def live_bytes(
     if counted is not None:
         return counted - sum(known.values())
     seen: dict[int, int] = {}
+    buckets = 0
     for found in gc.get_objects():
         if issubclass(type(found), Tensor) and type(found).__module__.partition(".")[0] == "torch":
             _count(found, device, seen)
-    return sum(nbytes for key, nbytes in seen.items() if key not in known and key not in without_memory)
+        elif issubclass(type(found), DistributedDataParallel):
+            buckets += bucket_bytes(found, device)
+    return buckets + sum(nbytes for key, nbytes in seen.items() if key not in known and key not in without_memory)
 
 
 def allocation_mark(device: torch.device, api: Any = None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -14,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from planner.plan import Plan
 from planner.solve import Problem
 from planner.synthetic import residual_tower
+from profiler.collectives import sequence_of
 from profiler.measuring import collective_times
 from profiler.measuring.collective_times import CollectiveCost
-from rewriter import checkpoint
+from rewriter import checkpoint, pipeline
 from rewriter.agreement import Alone, Figures, Group, agree, largest, slowest, structure
 from tests.ranks import on_ranks, told_by
 
@@ -87,6 +89,43 @@ def _other_model(rank: int) -> None:
 def test_ranks_with_other_steps_are_told_so_before_anything_runs() -> None:
     for one in told_by(_other_model):
         assert one.error.startswith("RankError: the captured step of rank 1 differs from rank 0's")
+
+
+def _one_collective_more(rank: int) -> None:
+    def with_another(graph: Any) -> tuple[str, ...]:
+        return (*sequence_of(graph), "all_reduce")
+
+    if rank == 1:
+        pipeline.sequence_of = with_another
+    planned(*made(), budget="100%")
+
+
+def test_ranks_that_would_communicate_otherwise_are_told_so_before_the_first_step() -> None:
+    for one in told_by(_one_collective_more):
+        assert one.error.startswith("RankError: the sequence of collectives of rank 1 differs from rank 0's")
+
+
+def _fails_at(stage: str, rank: int) -> None:
+    def fails(*args: Any, **options: Any) -> Any:
+        raise ValueError("no more")
+
+    if rank == 1:
+        setattr(pipeline, stage, fails)
+    planned(*made(), budget="200%", verify=stage == "compare")
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("measure_within", "measuring the step"),
+        ("apply", "rewriting the step"),
+        ("compare", "proving the planned step"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all_at_the_same_stage(stage: str, said: str) -> None:
+    first, second = told_by(partial(_fails_at, stage))
+    assert "ValueError: no more" in second.error
+    assert first.error.startswith(f"RankError: {said} failed on rank 1: ")
 
 
 def _dies(rank: int) -> None:

@@ -23,6 +23,8 @@ from tests.ranks import assert_predicted, on_ranks, told_by
 from tests.rewriter.test_replicas import SMALL_BUCKETS_MB, Net, batch_of, sgd
 from tests.rewriter.test_shards import Decoder, loss_of, tokens
 
+CPU = torch.device("cpu")
+
 
 def _trained(rank: int, order: str) -> tuple[list[Tensor], Any]:
     """Parameters, buffers and gradients after four steps, and what was planned."""
@@ -30,7 +32,9 @@ def _trained(rank: int, order: str) -> tuple[list[Tensor], Any]:
     model: Any = Net()
     if order == "planned, then wrapped":
         checkpoint_model(model, budget="70%", strategy="mutwo")
+    before, parameter_bytes = live_bytes(CPU, without=[]), sum(p.nbytes for p in model.parameters())
     model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB)
+    assert live_bytes(CPU, without=[]) - before >= parameter_bytes, "a budget in bytes counts the reducer's buckets"
     if order == "wrapped, then planned":
         model = checkpoint_model(model, budget="70%", strategy="mutwo")
     optimizer = sgd(model.parameters())
@@ -96,7 +100,7 @@ def _of_shards(rank: int, order: str) -> tuple[list[Tensor], Any]:
             optimizer.step()
     del loss
     gc.collect()
-    live = live_bytes(torch.device("cpu"), without=[])
+    live = live_bytes(CPU, without=[])
     left = [t.to_local().detach().clone() for p in model.parameters() for t in (p, p.grad)]
     if order == "eager":
         return left, live

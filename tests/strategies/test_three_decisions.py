@@ -241,10 +241,11 @@ def test_the_optimum_of_a_small_chain_is_that_of_brute_force(gb_per_s, share):
         if (timeline := simulate(graph, lower(graph, placed.added_to(state.plan()), link=link))).peak_bytes
         <= problem.budget_bytes
     )
-    solution = solve(problem, Ilp())
-    assert solution.timeline.extra_us == pytest.approx(best)
-    assert solution.plan.lower_bound_us <= best + 1e-6
-    assert solution.gap <= 0.01
+    for strategy in (Ilp(), strategies.make("auto")):
+        solution = solve(problem, strategy)
+        assert solution.timeline.extra_us == pytest.approx(best)
+        assert solution.plan.lower_bound_us <= best + 1e-6
+        assert solution.gap <= 0.01
 
 
 # -- the paper's own ----------------------------------------------------------------------------------------------

@@ -44,6 +44,15 @@ def wrapped(ddp: Any) -> nn.Module:
 # -- DistributedDataParallel --------------------------------------------------------------------------------------
 
 
+def bucket_bytes(ddp: Any, device: torch.device) -> int:
+    """What a reducer's buckets take on a device beside the gradients, told without making others of their size."""
+    if "reducer" not in vars(ddp) or ddp.gradient_as_bucket_view:  # they are the gradients' own memory
+        return 0
+    ignored = ddp.parameters_to_ignore
+    reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+    return sum(p.numel() * p.element_size() for p in reduced if p.device == device)
+
+
 def reducer_buckets(ddp: Any) -> tuple[bool, list[list[Tensor]]]:
     """The parameters of each bucket in the order of its memory, and whether these are the last ones.
 
