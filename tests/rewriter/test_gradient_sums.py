@@ -155,7 +155,9 @@ def test_the_peak_is_predicted_though_the_engine_adds(reading):
 def test_through_dynamo_as_well():
     torch._dynamo.reset()
     eager, planned = pair_of(dynamic=True)
+    reruns = 0
     for loop in (penalty_on_both_sides, two_forwards_and_a_penalty_between, an_input_that_others_read, a_kept_graph):
         assert_sums_equally(eager, planned, loop, accumulate=1)
+        reruns += planned.planned.timeline().reruns  # of the way that the loop took: the budget is for the largest
     assert planned.planned.way is Way.DYNAMO
-    assert planned.planned.timeline().reruns > 0
+    assert reruns > 0

@@ -156,7 +156,7 @@ def test_optimizers_that_step_in_gradient_hooks_are_sent_to_the_model_door():
 # -- other libraries' loops --------------------------------------------------------------------------------------------
 
 
-def test_what_a_step_logs_into_a_loops_own_results_is_named_with_a_way_out():
+def test_what_a_step_logs_into_a_loops_own_results_is_there_after_each_planned_step():
     """As Lightning's `self.log` keeps the tensor in the results of its trainer."""
     results = types.SimpleNamespace(current={})
 
@@ -165,12 +165,10 @@ def test_what_a_step_logs_into_a_loops_own_results_is_named_with_a_way_out():
         results.current["loss"] = loss.detach()
         return loss
 
-    with pytest.warns(
-        UserWarning,
-        match=r"results.current. Whoever reads .* Do that after the step, .* or use check",
-    ):
-        planned(step)
+    call = planned(step)
     assert results.current == {}
+    losses = [call(BATCH).item() for _ in range(2)]
+    assert results.current["loss"].item() == losses[-1] != losses[0]
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------

@@ -144,9 +144,12 @@ class Held:
 
     def _watched(self, holder: Holder) -> dict[Any, Any]:
         """What it may read, and what the user's code may set to what was there already: its trace shows no change."""
-        sets = self._reach.readable.users_code_sets
-        plain = (*PLAIN, tuple)
-        same = {key: value for key, value in holder.before.items() if isinstance(value, plain) and sets(holder, key)}
+        sets, plain = self._reach.readable.users_code_sets, (*PLAIN, tuple)
+        same = {
+            key: value
+            for key, value in holder.before.items()
+            if issubclass(type(value), plain) and sets(holder, key)  # what asks a value for its class may run its code
+        }
         return self._selected(holder) | same
 
     def _changeable(self, holder: Holder) -> dict[Any, Any]:
